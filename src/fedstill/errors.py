@@ -1,0 +1,35 @@
+"""Errors that a user can act on: which field, which value, and what would be right."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class InputError(ValueError):
+    """Something the user gave cannot be used. The message is one line; the command exits with status 2.
+
+    >>> str(InputError("participation", 1.5, "a number above 0 and at most 1"))
+    'participation = 1.5: should be a number above 0 and at most 1'
+    """
+
+    def __init__(self, field: str, value: object, right: str) -> None:
+        self.field, self.value, self.right = field, value, right
+        shown = str(value) if isinstance(value, Shown) else repr(value)
+        super().__init__(f"{field} = {shown}: should be {right}".replace("\n", " "))
+
+
+class Shown(str):
+    """A value that is printed in the message as it is, without quotes (for descriptions of large things)."""
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on (a loss that is not finite, no replies). The message is one line; the command exits with 1."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What to write instead of an unknown name: the closest known one first, then all of them."""
+    options = sorted(known)
+    close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+    hint = f"{close[0]!r}? " if close else ""
+    return f"{hint}(one of: {', '.join(options)})" if options else "absent: nothing can be named here"
