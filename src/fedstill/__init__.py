@@ -1,1 +1,60 @@
-"""fedstill"""
+"""fedstill: personalised federated learning by distillation.
+
+    import fedstill as fs
+    fed = fs.Federation.from_arrays([(x_train, y_train, x_test, y_test), ...])
+    run = fs.simulate(fs.PFedSD(lam=0.5, tau=3.0), model=net, data=fed, rounds=3)
+    run.personal(0), run.generic(), run.history, print(run.table())
+
+A method is a frozen dataclass with pure hooks (`fedstill.method`); every method in `fedstill.methods` is here by its name.
+"""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"
+
+from . import methods as _methods
+from . import terms, tree
+from .batch import Batch
+from .data import Federation
+from .errors import InputError, TrainingError
+from .evaluate import Evaluation
+from .experiment import Experiment, Training
+from .method import Method, Phase
+from .methods.fedavg import FedAvg
+from .methods.fedprox import FedProx
+from .methods.fedrep import FedRep
+from .methods.local import Local
+from .methods.pfedsd import PFedSD
+from .methods.scaffold import SCAFFOLD
+from .settings import setting
+from .simulation import Run, resume, run, simulate
+from .task import Task
+
+METHODS = _methods.METHODS
+
+__all__ = [
+    "METHODS",
+    "SCAFFOLD",
+    "Batch",
+    "Evaluation",
+    "Experiment",
+    "FedAvg",
+    "FedProx",
+    "FedRep",
+    "Federation",
+    "InputError",
+    "Local",
+    "Method",
+    "PFedSD",
+    "Phase",
+    "Run",
+    "Task",
+    "Training",
+    "TrainingError",
+    "resume",
+    "run",
+    "setting",
+    "simulate",
+    "terms",
+    "tree",
+]

@@ -33,6 +33,11 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def fields_of(cls: type) -> list[dataclasses.Field[Any]]:
+    """The fields that were made by `setting`, in the order of declaration."""
+    return [f for f in dataclasses.fields(cls) if "help" in f.metadata]
+
+
 def types_of(cls: type) -> dict[str, Any]:
     """Every field's type, resolved."""
     return typing.get_type_hints(cls)
@@ -40,7 +45,7 @@ def types_of(cls: type) -> dict[str, Any]:
 
 def values_of(settings: Any) -> dict[str, Any]:
     """Every field's value, by name, in the order of declaration."""
-    return {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
+    return {f.name: getattr(settings, f.name) for f in fields_of(type(settings))}
 
 
 def limits(metadata: Mapping[str, Any]) -> str:
@@ -68,14 +73,14 @@ def kind(annotation: Any) -> str:
 def check(settings: Any) -> None:
     """Refuse a value of the wrong type or outside its limits; called from `__post_init__`."""
     hints = types_of(type(settings))
-    for field in dataclasses.fields(settings):
+    for field in fields_of(type(settings)):
         value = _as(hints[field.name], getattr(settings, field.name), field)
         object.__setattr__(settings, field.name, value)
 
 
 def build(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
     """Make a settings object from names and values; an unknown name is refused with the nearest right one."""
-    known = {f.name for f in dataclasses.fields(typing.cast(Any, cls))}
+    known = {f.name for f in fields_of(cls)}
     for name in values:
         if name not in known:
             raise InputError(f"{where}{name}", values[name], f"left out, or did you mean {nearest(name, known)}")

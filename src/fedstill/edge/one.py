@@ -1,0 +1,91 @@
+"""The engine `one`: each client in turn, no padding, updates in place. Fast on a CPU, and the oracle for `stacked`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..batch import Batch
+from ..method import Method, Phase
+from ..task import Site, Task
+from ..tree import Params, Tree
+from .trainer import Bench, Done, Work
+
+
+class One:
+    """Clients one after another."""
+
+    def train(self, bench: Bench, round: int, works: Sequence[Work]) -> Iterator[Done]:
+        """Train every client; results in the order of `works`."""
+        for work in works:
+            yield _train(bench, round, work)
+
+    def score(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[int]:
+        """How many of each client's samples its model gets right."""
+        hits = []
+        for client, params in models:
+            x, y = bench.data.part(part).of(client)
+            hits.append((bench.task.predict(params, x).argmax(-1) == y).sum())
+        return [int(h) for h in torch.stack(hits).tolist()] if hits else []
+
+
+def _train(bench: Bench, round: int, work: Work) -> Done:
+    method, phases = bench.method, bench.phases(round)
+    x, y = bench.data.train.of(work.client)
+    steps = bench.steps(work.client, phases)
+    count = lambda n: torch.tensor(float(n), dtype=x.dtype, device=x.device)  # noqa: E731
+    site = Site(x, y, torch.arange(len(y), device=x.device), count(len(y)), count(steps))
+    task = bench.at(round, site)
+    with torch.no_grad():
+        local = method.start(task, work.down, work.memory)
+    total = torch.zeros((), dtype=x.dtype, device=x.device)
+    for phase, epochs in phases:
+        local = _phase(bench, task, round, work.client, local, phase, epochs, total)
+    with torch.no_grad():
+        up, memory = method.finish(task, work.down, work.memory, local)
+    return Done(work.client, up, memory, float(total) / max(1, steps), steps, len(y))
+
+
+def _phase(
+    bench: Bench, task: Task, round: int, client: int, local: Tree, phase: Phase, epochs: int, total: Tensor
+) -> Tree:
+    """One phase of one client; adds every step's loss to `total`."""
+    method, net = bench.method, task.net
+    if method.step is not None:
+        for batch in _batches(bench, round, client, epochs):
+            local = method.step(task, local, batch)
+        return local
+    names, buffers = bench.moving(phase)
+    start: Params = local[phase.model]
+    params = {name: value.detach().clone() for name, value in start.items()}
+    weights = [params[name].requires_grad_() for name in names]
+    sgd, loss_of = bench.sgd(phase), phase.loss or method.loss
+    state = sgd.init(weights)
+    corrects = type(method).correct is not Method.correct
+    for batch in _batches(bench, round, client, epochs):
+        loss = loss_of(task, params, local, batch)
+        grads = list(torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True))
+        if corrects:
+            corrected = method.correct(task, local, dict(zip(names, grads, strict=True)))
+            grads = [corrected[name] for name in names]
+        sgd.update(weights, grads, state)
+        total += loss.detach()
+    moved = {*names, *buffers}
+    trained = {name: params[name].detach() if name in moved else start[name] for name in net.names if name in params}
+    return {**local, phase.model: trained}
+
+
+def _batches(bench: Bench, round: int, client: int, epochs: int) -> Iterator[Batch]:
+    """The client's batches: one gather per epoch, then slices of it."""
+    x, y = bench.data.train.of(client)
+    size, step = min(bench.plan.batch_size, len(y)), 0
+    for epoch in range(epochs):
+        index = torch.from_numpy(bench.plan.order(round, client, len(y), epoch)).to(x.device)
+        xs, ys = x[index], y[index]
+        for first in range(0, len(y), size):
+            rows = slice(first, first + size)
+            key = torch.tensor(bench.plan.step_key(round, client, step), device=x.device)
+            yield Batch(xs[rows], ys[rows], index[rows], key)
+            step += 1

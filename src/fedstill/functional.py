@@ -1,0 +1,198 @@
+"""A plain `nn.Module` as a pure function of its parameters, the same for one client and for a stack of them.
+
+The module is never changed: a private copy serves as a skeleton into which each call puts the tensors it was given. Two
+things are taken out of the module's hands, by a function mode that is active only where the model needs it:
+
+- dropout draws its mask from (seed, round, client, step, layer), not from a global generator;
+- BatchNorm leaves padding out of its statistics (and survives a batch of one sample: its variance is then 0).
+
+Running statistics are updated in place on the tensors that were passed in; callers pass copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .errors import InputError, Shown
+from .plan import uniform_bits
+from .tree import Params
+
+Slot: TypeAlias = tuple[str, dict[str, Tensor | None], str]
+
+
+class Net:
+    """The model as a function: `net(params, x, ...)`.
+
+    `parameters` are the names that training may move, in `named_parameters()` order; `buffers` the other entries of the
+    state (running statistics, and parameters that the user froze). `params` dictionaries hold both.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        self.module = copy.deepcopy(module).to(device)
+        for part in (*self.module.parameters(), *self.module.buffers()):
+            if part.is_floating_point():
+                part.data = part.data.to(dtype)
+        self._training, self._evaluating = (copy.deepcopy(self.module).train(mode) for mode in (True, False))
+        self._slots = {id(m): _slots(m) for m in (self._training, self._evaluating)}
+        self.parameters = tuple(n for n, p in self.module.named_parameters() if p.requires_grad)
+        state = self.module.state_dict(keep_vars=True)
+        first: dict[int, str] = {}
+        for name, value in state.items():
+            first.setdefault(id(value), name)
+        self._tied = {name: first[id(value)] for name, value in state.items()}
+        self.buffers = tuple(n for n in state if self._tied[n] == n and n not in self.parameters)
+        self.names = tuple(n for n in state if self._tied[n] == n)
+        norms = [m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        self.has_batchnorm = bool(norms)
+        self.cumulative = any(m.momentum is None and m.track_running_stats for m in norms)
+        self.has_dropout = True  # until `probe` has looked
+
+    def initial(self) -> Params:
+        """A copy of the weights that the module came with."""
+        state = self.module.state_dict()
+        return {name: state[name].detach().clone() for name in self.names}
+
+    def export(self, params: Params) -> Params:
+        """A full state dict on the CPU that `module.load_state_dict` takes (tied weights under all their names)."""
+        return {name: params[source].detach().cpu().clone() for name, source in self._tied.items()}
+
+    def __call__(
+        self, params: Params, x: Tensor, *, train: bool, key: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """The module's output. In training `key` makes the dropout masks; `mask` marks padding."""
+        keyed = train and (self.has_dropout or (self.has_batchnorm and (mask is not None or len(x) == 1)))
+        return self._forward(params, x, train, _Keyed(key, mask) if keyed else None)
+
+    def _forward(self, params: Params, x: Tensor, train: bool, mode: _Keyed | None) -> Tensor:
+        module = self._training if train else self._evaluating
+        for name, owner, leaf in self._slots[id(module)]:
+            owner[leaf] = params[self._tied[name]]
+        for part in module.modules():
+            if isinstance(part, nn.RNNBase):  # it keeps a second list of its weights
+                part._flat_weights = [getattr(part, n) for n in part._flat_weights_names]
+        with mode or contextlib.nullcontext():
+            return module(x)  # type: ignore[no-any-return]
+
+    def probe(self, x: Tensor, classes: int) -> None:
+        """Run two samples through the model and refuse what cannot be trained reproducibly, before any work."""
+        pair = torch.cat([x[:1], x[:1]]) if len(x) < 2 else x[:2]
+        watch = _Keyed(torch.zeros((), dtype=torch.int64, device=x.device), None)
+        params = self.initial()
+        with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
+            before = _generator_state(x.device)
+            try:
+                with torch.no_grad():
+                    logits = self._forward(params, pair, True, watch)
+            except InputError:
+                raise
+            except Exception as error:
+                shape = "×".join(map(str, x.shape[1:]))
+                reason = str(error).strip().splitlines()[0]
+                raise InputError(
+                    "model", Shown(type(self.module).__name__), f"a model that takes samples of shape {shape} ({reason})"
+                ) from error
+            if not torch.equal(before, _generator_state(x.device)):
+                raise InputError(
+                    "model", Shown(type(self.module).__name__), "free of randomness other than nn.Dropout and nn.Dropout1d/2d/3d"
+                )
+        if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < classes:
+            got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise InputError(
+                "model", Shown(f"{type(self.module).__name__} with output {got}"), f"a model with an output of shape [batch, {classes}]"
+            )
+        self.has_dropout = watch.dropouts > 0
+
+
+class _Keyed(TorchFunctionMode):
+    """While active, dropout is drawn from a key and BatchNorm leaves padding out."""
+
+    def __init__(self, key: Tensor | None, mask: Tensor | None) -> None:
+        super().__init__()
+        self.key, self.mask, self.dropouts = key, mask, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = _HANDLERS.get(func)
+        return handler(self, *args, **(kwargs or {})) if handler else func(*args, **(kwargs or {}))
+
+    def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return self._drop(input, p, training, input.shape)
+
+    def feature_dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return self._drop(input, p, training, (*input.shape[:2], *[1] * (input.ndim - 2)))
+
+    def _drop(self, input: Tensor, p: float, training: bool, shape: tuple[int, ...]) -> Tensor:
+        if not training or p == 0:
+            return input
+        if self.key is None:
+            raise ValueError("a training pass through a model with dropout needs a key")
+        self.dropouts += 1
+        if p == 1:
+            return input * 0
+        keep = uniform_bits(self.key, self.dropouts, shape) >= int(p * 2**32)
+        return input * (keep.to(input.dtype) / (1 - p))
+
+    def batch_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not training or (self.mask is None and len(input) > 1):
+            return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        axes = [0, *range(2, input.ndim)]
+        rows = [-1, *[1] * (input.ndim - 1)]
+        channel = [1, -1, *[1] * (input.ndim - 2)]
+        mask = torch.ones_like(input[:, 0].reshape(len(input), -1)[:, 0]) if self.mask is None else self.mask
+        real = mask.to(input.dtype).reshape(rows)
+        count = real.sum() * (input[0, 0].numel())
+        mean = (input * real).sum(axes) / count
+        centred = input - mean.reshape(channel)
+        variance = (centred.square() * real).sum(axes) / count
+        if running_mean is not None and running_var is not None:
+            with torch.no_grad():
+                unbiased = variance * (count / (count - 1).clamp(min=1))
+                running_mean.mul_(1 - momentum).add_(momentum * mean.detach())
+                running_var.mul_(1 - momentum).add_(momentum * unbiased.detach())
+        out = centred * torch.rsqrt(variance + eps).reshape(channel)
+        if weight is not None:
+            out = out * weight.reshape(channel)
+        return out if bias is None else out + bias.reshape(channel)
+
+
+_HANDLERS: dict[Any, Callable[..., Tensor]] = {
+    F.dropout: _Keyed.dropout,
+    torch.dropout: _Keyed.dropout,
+    F.dropout1d: _Keyed.feature_dropout,
+    F.dropout2d: _Keyed.feature_dropout,
+    F.dropout3d: _Keyed.feature_dropout,
+    torch.feature_dropout: _Keyed.feature_dropout,
+    F.batch_norm: _Keyed.batch_norm,
+}
+
+
+def _slots(module: nn.Module) -> list[Slot]:
+    """Where each entry of the state sits: its name, the owner's dictionary, and the key there."""
+    slots: list[Slot] = []
+    modules = dict(module.named_modules())
+    for name in module.state_dict(keep_vars=True):
+        path, _, leaf = name.rpartition(".")
+        owner = modules[path]
+        slots.append((name, owner._parameters if leaf in owner._parameters else owner._buffers, leaf))  # type: ignore[arg-type]
+    return slots
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

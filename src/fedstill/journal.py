@@ -1,0 +1,131 @@
+"""The run folder: everything a run leaves behind, written so that a kill at any moment loses at most the last rounds.
+
+    experiment.toml    all settings, no default left unsaid         environment.json   versions and device
+    partition.json     who has which samples, with its hash         metrics.jsonl      one record a round
+    checkpoints/       the newest two states (safetensors, with a checksum); `fedstill resume FOLDER` goes on from them
+
+Files appear whole or not at all: written to a temporary name, flushed to the disk, renamed. Nothing is a pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import tree
+from .errors import InputError
+from .tree import Tree
+
+KEEP = 2  # checkpoints kept: a kill while one is written leaves the one before
+
+
+class Journal:
+    """Writes and reads one run folder. Nothing is created before `begin`."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.metrics = self.folder / "metrics.jsonl"
+        self.checkpoints = self.folder / "checkpoints"
+
+    def begin(self, experiment: str, partition: Mapping[str, Any], device: torch.device) -> None:
+        """Make the folder, which must be new or empty, and write what determines the run."""
+        self.check_free()
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        write(self.folder / "partition.json", json.dumps(partition).encode())
+        write(self.folder / "environment.json", json.dumps(environment(device), indent=2).encode())
+        write(self.folder / "experiment.toml", experiment.encode())
+
+    def check_free(self) -> None:
+        """Refuse a folder that holds something already."""
+        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            raise InputError("out", str(self.folder), "a folder that is new or empty ('fedstill resume FOLDER' goes on with a run)")
+
+    def check_partition(self, partition: Mapping[str, Any]) -> None:
+        """Refuse to go on when the data is divided otherwise than when the run began."""
+        before = json.loads((self.folder / "partition.json").read_text(encoding="utf-8"))
+        if before.get("hash") != partition.get("hash"):
+            raise InputError("partition", partition.get("hash"), f"{before.get('hash')}, as when the run began: the data has changed")
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """Append a round's record."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+
+    def history(self, upto: int | None = None) -> list[dict[str, Any]]:
+        """The records so far, up to a round; a last line that a kill cut short is left out."""
+        records: list[dict[str, Any]] = []
+        if not self.metrics.exists():
+            return records
+        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                break
+            if upto is None or record["round"] <= upto:
+                records.append(record)
+        return records
+
+    def save(self, round: int, state: Tree) -> None:
+        """Keep the state after a round; older checkpoints than the newest two go."""
+        from safetensors.torch import save
+
+        flat = {name: leaf.detach().cpu().contiguous().clone() for name, leaf in tree.leaves(state)}
+        data = save(flat)
+        name = f"round-{round:06d}"
+        write(self.checkpoints / f"{name}.safetensors", data)
+        about = {"round": round, "sha256": hashlib.sha256(data).hexdigest(), "outline": tree.outline(state)}
+        write(self.checkpoints / f"{name}.json", json.dumps(about).encode())
+        for old in sorted(self.checkpoints.glob("round-*.json"))[:-KEEP]:
+            old.unlink()
+            old.with_suffix(".safetensors").unlink(missing_ok=True)
+
+    def load(self, device: torch.device) -> tuple[int, Tree] | None:
+        """The newest whole checkpoint: its round and state; None where there is none."""
+        from safetensors.torch import load
+
+        for about_file in sorted(self.checkpoints.glob("round-*.json"), reverse=True):
+            about = json.loads(about_file.read_text(encoding="utf-8"))
+            data = about_file.with_suffix(".safetensors").read_bytes()
+            if hashlib.sha256(data).hexdigest() == about["sha256"]:
+                return about["round"], tree.to(tree.fill(about["outline"], load(data)), device)
+        return None
+
+    def rewind(self, round: int) -> list[dict[str, Any]]:
+        """Cut the records back to a round, and return them."""
+        records = self.history(upto=round)
+        write(self.metrics, "".join(json.dumps(r) + "\n" for r in records).encode())
+        return records
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".part")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions and device: what may make numbers differ in the last bits."""
+    from . import __version__
+
+    return {
+        "fedstill": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "threads": torch.get_num_threads(),
+    }

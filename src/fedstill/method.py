@@ -1,0 +1,111 @@
+"""The contract of a method.
+
+A method is a frozen dataclass: its fields are its hyper-parameters (typed, documented and checked, so they are also its
+flags and its TOML), its hooks are pure functions on trees of tensors. Hooks marked *client* are written for one client and
+run for one or for a whole stack of them (`torch.func.vmap`), so they never branch in Python on a client's tensor: they use
+`torch.where` or a mask. Nothing that matters lives in `self`, and no hook changes its arguments.
+
+One round: `send` → (at each participant: `start`, the phases, `finish`) → `merge`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+from torch import Tensor
+
+from . import settings, terms
+from .batch import Batch
+from .task import Task
+from .tree import Params, Tree
+
+Loss: TypeAlias = Callable[[Task, Params, Tree, Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of local work: what moves, by which loss, for how long. Each phase starts with fresh optimiser state.
+
+    `model` names the entry of `local` that is trained; `moves` the names in it that may change (None: all). Names that do
+    not move keep their exact values, buffers included. None elsewhere means: as the experiment says.
+    """
+
+    epochs: int | None = None
+    moves: frozenset[str] | None = None
+    model: str = "params"
+    loss: Loss | None = None
+    lr: float | None = None
+    momentum: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """What every method has. Derive from `FedAvg` (one step) and override what differs."""
+
+    id: ClassVar[str] = ""  # its name on the command line and in TOML
+    paper: ClassVar[str] = ""
+    scores: ClassVar[tuple[str, ...]] = ("generic",)  # which models it trains: "generic", "personal" or both
+    needs_head: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        settings.check(self)
+
+    # ---- what is kept ------------------------------------------------------------------------------------------------
+    def init_server(self, task: Task, params: Params) -> Tree:
+        """What the server keeps, before round 1."""
+        return {"params": params}
+
+    def init_client(self, task: Task, params: Params) -> Tree:
+        """What each client keeps between rounds. It never leaves unless `finish` puts it into the upload."""
+        return {}
+
+    def private(self, task: Task) -> frozenset[str]:
+        """Names of the model's state that never leave a client (checked by the laws)."""
+        return frozenset()
+
+    # ---- a round -----------------------------------------------------------------------------------------------------
+    def send(self, task: Task, server: Tree, client: int) -> Tree:
+        """All that goes down to a client."""
+        return {"params": server["params"]}
+
+    def start(self, task: Task, down: Tree, memory: Tree) -> Tree:
+        """*Client.* Where local work begins: a tree with an entry for each model that a phase trains."""
+        return {"params": down["params"]}
+
+    def phases(self, task: Task) -> tuple[Phase, ...]:
+        """The local work, in order."""
+        return (Phase(),)
+
+    def fit(self, task: Task, params: Params, batch: Batch) -> Tensor:
+        """*Client.* The data term: cross-entropy."""
+        return terms.cross_entropy(task.logits(params, batch), batch)
+
+    def loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
+        """*Client.* The objective of a phase that does not bring its own."""
+        return self.fit(task, params, batch)
+
+    def correct(self, task: Task, local: Tree, grads: Params) -> Params:
+        """*Client.* The gradient that SGD is given, from the loss's own."""
+        return grads
+
+    step: ClassVar[Callable[..., Tree] | None] = None
+    """*Client.* `step(task, local, batch) -> local`: the whole step, where a gradient of a loss is not enough."""
+
+    def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
+        """*Client.* All that goes up, and what is kept."""
+        return {"params": local["params"]}, memory
+
+    def merge(self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float]) -> Tree:
+        """The server's next state. `ups` come in ascending order of clients; `weights` are their numbers of samples."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how the server merges")
+
+    # ---- what is scored and exported ---------------------------------------------------------------------------------
+    def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
+        """*Client.* The client's own model, given what it would download now."""
+        return down["params"]  # type: ignore[no-any-return]
+
+    def generic(self, task: Task, server: Tree) -> Params:
+        """The one model for everybody."""
+        return server["params"]  # type: ignore[no-any-return]

@@ -1,0 +1,41 @@
+"""FedProx: FedAvg whose local work is held near the global model.
+
+    min_w  CE(w) + μ/2·‖w − w_t‖²
+
+Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020.
+
+Choices: (1) the norm runs over trainable parameters, not over BatchNorm's buffers. (2) The paper tunes μ over
+{0.001, 0.01, 0.1, 1} per data set and gives no default; ours is 0.01. (3) Inexactness (γ) is the experiment's number of epochs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from .. import terms
+from ..batch import Batch
+from ..settings import setting
+from ..task import Task
+from ..tree import Params, Tree
+from .fedavg import FedAvg
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedProx(FedAvg):
+    """FedAvg with a proximal term that keeps local work near the global model."""
+
+    id: ClassVar[str] = "fedprox"
+    paper: ClassVar[str] = "Li et al., MLSys 2020"
+
+    mu: float = setting(0.01, "weight of the proximal term", least=0)
+
+    def start(self, task: Task, down: Tree, memory: Tree) -> Tree:
+        """w ← w_t, with w_t kept as the anchor."""
+        return {"params": down["params"], "anchor": task.trainable(down["params"])}
+
+    def loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
+        """CE + μ/2·‖w − w_t‖²."""
+        return self.fit(task, params, batch) + self.mu * terms.proximal(task.trainable(params), local["anchor"])

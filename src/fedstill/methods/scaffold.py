@@ -1,0 +1,78 @@
+"""SCAFFOLD: each client's gradient is corrected by how its drift differs from everybody's.
+
+    y ← y − η·(∇CE(y) − c_k + c)                          (K local steps from y = x)
+    c_k⁺ = c_k − c + (x − y)/(K·η)                        (option II)
+    x ← x + η_g·mean(y − x),     c ← c + |S|/N·mean(c_k⁺ − c_k)
+
+Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020.
+
+Choices: (1) option II, η_g = 1, and means over the participants are uniform, as in the paper's Algorithm 1. (2) No momentum,
+whatever the experiment says: option II reads c_k off the distance travelled, which momentum would inflate. (3) Control
+variates cover trainable parameters; BatchNorm's buffers are averaged like the rest of the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from .. import tree
+from ..method import Phase
+from ..settings import setting
+from ..task import Task
+from ..tree import Params, Tree
+from .fedavg import FedAvg
+
+
+@dataclass(frozen=True, kw_only=True)
+class SCAFFOLD(FedAvg):
+    """Control variates correct each client's drift."""
+
+    id: ClassVar[str] = "scaffold"
+    paper: ClassVar[str] = "Karimireddy et al., ICML 2020"
+
+    mean: Literal["weighted", "uniform"] = setting("uniform", "weigh clients by their samples, or all alike")
+    server_lr: float = setting(1.0, "η_g, the server's step", above=0)
+
+    def init_server(self, task: Task, params: Params) -> Tree:
+        """x, and c = 0."""
+        return {"params": params, "c": tree.zeros(task.trainable(params))}
+
+    def init_client(self, task: Task, params: Params) -> Tree:
+        """c_k = 0."""
+        return {"c": tree.zeros(task.trainable(params))}
+
+    def send(self, task: Task, server: Tree, client: int) -> Tree:
+        """x and c."""
+        return {"params": server["params"], "c": server["c"]}
+
+    def start(self, task: Task, down: Tree, memory: Tree) -> Tree:
+        """y ← x, with the correction c − c_k."""
+        return {"params": down["params"], "correction": tree.sub(down["c"], memory["c"])}
+
+    def phases(self, task: Task) -> tuple[Phase, ...]:
+        """The experiment's epochs, without momentum."""
+        return (Phase(momentum=0.0),)
+
+    def correct(self, task: Task, local: Tree, grads: Params) -> Params:
+        """∇CE(y) − c_k + c."""
+        return tree.add(grads, local["correction"])
+
+    def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
+        """c_k⁺ by option II; y − x and c_k⁺ − c_k go up."""
+        x, y = task.trainable(down["params"]), task.trainable(local["params"])
+        k_eta = task.here().steps * task.lr
+        delta_c = tree.map(lambda x, y, c: (x - y) / k_eta - c, x, y, down["c"])
+        return (
+            {"params": tree.sub(local["params"], down["params"]), "c": delta_c},
+            {"c": tree.add(memory["c"], delta_c)},
+        )
+
+    def merge(self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float]) -> Tree:
+        """x ← x + η_g·mean(Δy), c ← c + |S|/N·mean(Δc)."""
+        mean = tree.mean(ups, self.shares(weights))
+        return {
+            "params": tree.add(server["params"], mean["params"], self.server_lr),
+            "c": tree.add(server["c"], mean["c"], len(ups) / task.clients),
+        }

@@ -1,0 +1,45 @@
+"""Models by name: plain `nn.Module`s that name their head (`head_modules`) and fit themselves to the data's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from ..errors import InputError, nearest
+from .cnn import CNN, LeNet5
+from .mlp import MLP, MLR
+
+Builder: TypeAlias = Callable[[Sequence[int], int], nn.Module]
+
+MODELS: dict[str, tuple[Builder, str]] = {
+    "mlr": (MLR, "multinomial logistic regression: one linear layer"),
+    "mlp": (lambda s, c: MLP(s, c, (128,)), "one hidden layer of 128 units"),
+    "mlp2": (lambda s, c: MLP(s, c, (200, 100)), "two hidden layers of 200 and 100 units"),
+    "lenet5": (LeNet5, "LeNet-5: convolutions 6-16, fully connected 120-84"),
+    "cnn-fmnist": (
+        lambda s, c: CNN(s, c, (64, 64), (128, 64), dropout2d=0.5),
+        "pFedSD's CNN for Fashion-MNIST: 5×5 convolutions 64-64, dropout, fully connected 128-64",
+    ),
+    "cnn-cifar10": (lambda s, c: CNN(s, c, (6, 16), (120, 84)), "pFedSD's CNN for CIFAR-10: 5×5 convolutions 6-16, 120-84"),
+    "cnn-cifar100": (
+        lambda s, c: CNN(s, c, (64, 128), (256, 128), dropout=0.6),
+        "pFedSD's CNN for CIFAR-100: 5×5 convolutions 64-128, 256-128, dropout",
+    ),
+}
+
+
+def build(name: str, shape: Sequence[int], classes: int, seed: int = 0) -> nn.Module:
+    """A model for samples of this shape; the same seed gives the same weights, and no global generator is touched."""
+    if name not in MODELS:
+        raise InputError("model", name, f"a model that is there: {nearest(name, MODELS)}")
+    return seeded(lambda: MODELS[name][0](shape, classes), seed)
+
+
+def seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """What `make` builds when torch's generator starts from `seed`; the generator is put back afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()

@@ -1,0 +1,105 @@
+"""Who trains in round t, and on which batches: drawn from (seed, round, client) alone.
+
+Randomness is a counter-based hash (SplitMix64's finaliser on the host; a 32-bit avalanche on the device, for dropout),
+written here in a few lines instead of taken from a library's generator. So a draw depends on nothing but its key: not on
+the order of calls, the engine, the device, the number of workers, nor on the version of numpy or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_WORD = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+COHORT, BATCHES, STEP, COIN = 1, 2, 3, 4  # what a draw is for; keeps the streams apart
+
+
+def key(*words: int) -> int:
+    """One 64-bit key from several words; every word and its place matter."""
+    h = _GAMMA
+    for word in words:
+        h = _mix((h + _GAMMA) ^ (word & _WORD))
+    return h
+
+
+def _mix(h: int) -> int:
+    h &= _WORD
+    h = ((h ^ (h >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    h = ((h ^ (h >> 27)) * 0x94D049BB133111EB) & _WORD
+    return h ^ (h >> 31)
+
+
+def bits(k: int, n: int) -> NDArray[np.uint64]:
+    """n random 64-bit words from key k."""
+    h = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GAMMA) + np.uint64(k)
+    h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(h ^ (h >> np.uint64(31)), dtype=np.uint64)
+
+
+def permutation(k: int, n: int) -> NDArray[np.int64]:
+    """A random order of 0 … n−1 from key k."""
+    return np.argsort(bits(k, n), kind="stable").astype(np.int64)
+
+
+def uniform_bits(k: Tensor, layer: int, shape: Sequence[int]) -> Tensor:
+    """32 random bits (as int64) for every entry of `shape`, from a scalar key and a layer's number.
+
+    Entry i depends on (key, layer, i) only, row by row: padding a batch at its end changes no row before it.
+    """
+    count = int(np.prod(shape))
+    k = _avalanche(k + layer * 0x9E3779B9)
+    h = _avalanche(torch.arange(count, device=k.device) ^ k)
+    return _avalanche(h + k).reshape(tuple(shape))
+
+
+def _avalanche(h: Tensor) -> Tensor:
+    """A 32-bit integer hash with low bias (constants by C. Wellons' search), in 64-bit arithmetic."""
+    h = h & 0xFFFFFFFF
+    h = ((h ^ (h >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    h = ((h ^ (h >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return h ^ (h >> 16)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every random choice of a run."""
+
+    seed: int
+    batch_size: int
+
+    def cohort(self, round: int, candidates: Sequence[int], count: int) -> list[int]:
+        """`count` of the candidates, uniformly without replacement, in ascending order."""
+        ids = sorted(candidates)
+        ranks = [key(self.seed, COHORT, round, k) for k in ids]
+        return sorted(k for _, k in sorted(zip(ranks, ids, strict=True))[:count])
+
+    def order(self, round: int, client: int, samples: int, epoch: int) -> NDArray[np.int64]:
+        """The order in which a client's samples are visited in one epoch; every sample once."""
+        return permutation(key(self.seed, BATCHES, round, client, epoch), samples)
+
+    def steps(self, samples: int, epochs: int) -> int:
+        """How many SGD steps that is: partial batches are kept."""
+        return epochs * -(-samples // min(self.batch_size, samples))
+
+    def batches(self, round: int, client: int, samples: int, epochs: int, width: int) -> NDArray[np.int64]:
+        """All batches of a phase as rows of `width` indices; −1 is padding. Row s holds the samples of step s."""
+        size = min(self.batch_size, samples)
+        per_epoch = -(-samples // size)
+        rows = np.full((epochs, per_epoch, width), -1, dtype=np.int64)
+        for epoch in range(epochs):
+            order = self.order(round, client, samples, epoch)
+            for b in range(per_epoch):
+                part = order[b * size : (b + 1) * size]
+                rows[epoch, b, : len(part)] = part
+        return rows.reshape(epochs * per_epoch, width)
+
+    def step_key(self, round: int, client: int, step: int) -> int:
+        """The key of a step's dropout masks (31 bits, so that it fits any integer tensor)."""
+        return key(self.seed, STEP, round, client, step) >> 33

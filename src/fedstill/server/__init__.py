@@ -1,0 +1,1 @@
+"""The server's half: coordinator, device sampler, aggregator."""

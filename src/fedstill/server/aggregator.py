@@ -1,0 +1,48 @@
+"""The Aggregator: collects a round's replies until all are in or the time limit passes, then has the method merge them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import TrainingError
+from ..method import Method
+from ..task import Task
+from ..transport import Order, Reply, Transport
+from ..tree import Tree
+
+
+@dataclass(frozen=True)
+class Aggregator:
+    """Fires when all replies are in, or `deadline` seconds after the orders went out. Fewer than `minimum`: no merge."""
+
+    deadline: float | None = None
+    minimum: int = 1
+
+    def collect(self, transport: Transport, orders: Sequence[Order]) -> list[Reply]:
+        """The replies to these orders that came in time, by ascending client. Strays from earlier rounds are dropped."""
+        expected = {(order.kind, order.round, order.client) for order in orders}
+        received: dict[int, Reply] = {}
+        end = None if self.deadline is None else time.monotonic() + self.deadline
+        for reply in transport.replies(self.deadline):
+            if end is not None and time.monotonic() > end:
+                break
+            if (reply.kind, reply.round, reply.client) in expected:
+                received.setdefault(reply.client, reply)
+            if len(received) == len(expected):
+                break
+        return [received[client] for client in sorted(received)]
+
+    def merge(self, method: Method, task: Task, server: Tree, replies: Sequence[Reply]) -> Tree:
+        """The server's next state; unchanged where too few replied."""
+        for reply in replies:
+            if not math.isfinite(reply.report["loss"]):
+                raise TrainingError(
+                    f"round {reply.round}, client {reply.client}: the training loss is {reply.report['loss']}; "
+                    f"a smaller lr (now {task.lr:g}) usually helps"
+                )
+        if len(replies) < self.minimum:
+            return server
+        return method.merge(task, server, [r.up for r in replies], [r.report["samples"] for r in replies])

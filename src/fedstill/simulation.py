@@ -1,0 +1,258 @@
+"""Run a federation in this process: `simulate` from Python, `run` for a whole experiment."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import data as sources
+from . import models, settings, tree
+from .data import Federation
+from .edge.controller import Controller
+from .edge.data_manager import DataManager
+from .edge.model_store import ModelStore
+from .edge.trainer import Bench, Trainer
+from .errors import InputError, Shown
+from .evaluate import Evaluation
+from .experiment import Experiment, Training, to_toml
+from .functional import Net
+from .journal import Journal
+from .method import Method
+from .plan import Plan
+from .server.coordinator import Coordinator, Record
+from .server.sampler import count
+from .split import by_head
+from .task import Task
+from .transport.local import LocalTransport
+from .tree import Params, Tree
+
+Progress = Callable[[Record], None]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """What a run gave."""
+
+    method: Method
+    training: Training
+    engine: str
+    history: list[Record]  # one record a round
+    seconds: float
+    _task: Task
+    _server: Tree
+    _store: ModelStore
+
+    def personal(self, client: int) -> Params:
+        """A client's own model as a state dict (for a method without personal models, the generic one)."""
+        if not 0 <= client < self._task.clients:
+            raise InputError("client", client, f"a number from 0 to {self._task.clients - 1}")
+        down = self.method.send(self._task, self._server, client)
+        if "personal" not in self.method.scores:
+            return self.generic()
+        return self._task.net.export(self.method.personal(self._task, down, self._store.get(client)))
+
+    def generic(self) -> Params:
+        """The model for everybody as a state dict (for `Local`, where nobody trains one: the initial weights)."""
+        return self._task.net.export(self.method.generic(self._task, self._server))
+
+    def score(self, **contract: Any) -> float:
+        """One number by the evaluation contract: `model`, `clients`, `mean`, `round` (see `Evaluation`)."""
+        return settings.build(Evaluation, contract).of(self.history)
+
+    def table(self) -> str:
+        """The result as text, with what it is a result of."""
+        from .report.text import table
+
+        return table([self])
+
+
+def simulate(
+    method: Method,
+    *,
+    model: nn.Module | Callable[[], nn.Module],
+    data: Federation,
+    head: str | Sequence[str] | None = None,
+    out: str | Path | None = None,
+    progress: Progress | None = None,
+    **training: Any,
+) -> Run:
+    """Train `data`'s clients by `method`, starting from the weights that `model` has.
+
+    `model` is any `nn.Module` (it is not changed) or a function that makes one; `head` names its head where the module does
+    not. The other keywords are the fields of `Training`. With `out` the run leaves a folder behind.
+    """
+    how = settings.build(Training, training)
+    simulation = prepare(method, model, data, head, how)
+    journal = None
+    if out is not None:
+        journal = Journal(out)
+        journal.begin(to_toml(how, method), data.partition_record, simulation.device)
+    return simulation.run(journal=journal, progress=progress)
+
+
+def run(
+    experiment: Experiment, *, out: str | Path | None = None, progress: Progress | None = None, federation: Federation | None = None
+) -> Run:
+    """Run a whole experiment: read and divide the data, build the model, train. `federation` saves reading it again."""
+    journal = Journal(out) if out is not None else None
+    if journal:
+        journal.check_free()
+    simulation, federation = from_experiment(experiment, federation)
+    if journal:
+        journal.begin(experiment.to_toml(), federation.partition_record, simulation.device)
+    return simulation.run(journal=journal, checkpoint_every=experiment.checkpoint_every, progress=progress)
+
+
+def resume(folder: str | Path, *, progress: Progress | None = None) -> Run:
+    """Go on with a run from its newest checkpoint, to the same bits as if it had never stopped."""
+    journal = Journal(folder)
+    experiment = Experiment.from_toml(journal.folder / "experiment.toml")
+    simulation, federation = from_experiment(experiment)
+    journal.check_partition(federation.partition_record)
+    return simulation.run(
+        journal=journal, checkpoint_every=experiment.checkpoint_every, progress=progress, go_on=True
+    )
+
+
+def federation_of(experiment: Experiment) -> Federation:
+    """The data of an experiment, read and divided."""
+    return Federation.from_dataset(
+        sources.load(experiment.data, experiment.data_root or None),
+        partition=experiment.partition,
+        clients=experiment.clients,
+        seed=experiment.seed,
+        split=experiment.split,
+        pool=experiment.pool,
+    )
+
+
+def from_experiment(experiment: Experiment, federation: Federation | None = None) -> tuple[Simulation, Federation]:
+    """Everything ready to train; every refusal comes from here, before a folder is made."""
+    pick_device(experiment.device)
+    federation = federation or federation_of(experiment)
+    model = models.build(experiment.model, federation.shape, federation.classes, experiment.seed)
+    return prepare(experiment.method, model, federation, experiment.head or None, experiment.training()), federation
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Simulation:
+    """A run that is ready to start."""
+
+    method: Method
+    training: Training
+    trainer: Trainer
+    initial: Params
+    device: torch.device
+
+    def run(
+        self,
+        *,
+        journal: Journal | None = None,
+        checkpoint_every: int = 10,
+        progress: Progress | None = None,
+        go_on: bool = False,
+        through_wire: bool = False,
+    ) -> Run:
+        """Train to the end; with `go_on` from the journal's newest checkpoint."""
+        method, task, bench = self.method, self.trainer.bench.task, self.trainer.bench
+        server = tree.clone(method.init_server(task, self.initial))
+        store = ModelStore(method.init_client(task, self.initial))
+        history: list[Record] = []
+        first = 1
+        if go_on and journal is not None and (found := journal.load(self.device)) is not None:
+            done, state = found
+            server, first = state["server"], done + 1
+            for client, memory in state["clients"].items():
+                store.put(int(client), memory)
+            history = journal.rewind(done)
+        elif journal is not None:
+            journal.rewind(0)
+        coordinator = Coordinator(
+            method,
+            task,
+            bench.plan,
+            LocalTransport(Controller(method, self.trainer, store), task.clients, through_wire),
+            per_round=count(task.clients, self.training.participation),
+            eval_every=self.training.eval_every,
+            parts=("test",) if bench.data.val is None else ("test", "val"),
+            common=self._common,
+        )
+        began = time.perf_counter()
+        for server, record in coordinator.rounds(server, first):  # noqa: B020
+            history.append(record)
+            if journal is not None:
+                journal.record(record)
+                if record["round"] % checkpoint_every == 0 or record["round"] == task.rounds:
+                    clients = {str(k): memory for k, memory in store.items()}
+                    journal.save(record["round"], {"server": server, "clients": clients})
+            if progress is not None:
+                progress(record)
+        seconds = time.perf_counter() - began
+        return Run(method, self.training, self.trainer.name, history, seconds, task, server, store)
+
+    def _common(self, generic: Tree) -> float | None:
+        """The generic model's accuracy on the common test set, where the federation has one."""
+        common = self.trainer.bench.data.common
+        if common is None:
+            return None
+        x, y = common
+        return float((self.trainer.bench.task.predict(generic, x).argmax(-1) == y).double().mean())
+
+
+def prepare(
+    method: Method,
+    model: nn.Module | Callable[[], nn.Module],
+    federation: Federation,
+    head: str | Sequence[str] | None,
+    training: Training,
+) -> Simulation:
+    """Check everything and make it ready; raises `InputError` before any work."""
+    device, dtype = pick_device(training.device), getattr(torch, training.dtype)
+    if isinstance(method, type) or not isinstance(method, Method):
+        raise InputError("method", Shown(repr(method)), "a method such as fedstill.PFedSD(), not its class or name")
+    if not isinstance(model, nn.Module):
+        model = models.seeded(model, training.seed)
+    if not isinstance(model, nn.Module):
+        raise InputError("model", Shown(type(model).__name__), "an nn.Module, or a function that makes one")
+    net = Net(model, device, dtype)
+    if not net.parameters:
+        raise InputError("model", Shown(type(model).__name__), "a module with parameters that require a gradient")
+    split = by_head(model, head)
+    manager = DataManager(federation, device, dtype)
+    net.probe(manager.train.x, federation.classes)
+    task = Task(
+        net=net,
+        split=split,
+        clients=len(federation),
+        rounds=training.rounds,
+        epochs=training.epochs,
+        lr=training.lr,
+        momentum=training.momentum,
+        nesterov=training.nesterov,
+        weight_decay=training.weight_decay,
+    )
+    if method.needs_head:
+        task.need_split()
+    bench = Bench(method, task, Plan(training.seed, training.batch_size), manager)
+    return Simulation(method, training, Trainer(bench, training.engine, training.cohort), net.initial(), device)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device by name; auto takes a GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError("device", name, "auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InputError("device", name, "auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError("device", name, f"one of this machine's ({torch.cuda.device_count()} GPUs), for example cpu")
+    return device

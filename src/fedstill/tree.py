@@ -1,0 +1,159 @@
+"""Arithmetic on trees of tensors: dictionaries whose leaves are tensors and whose branches are such dictionaries.
+
+Parameters are the flat case (`name -> tensor`); what a server or a client keeps may nest them. Nothing here changes
+its arguments, and floating leaves keep their dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Params: TypeAlias = dict[str, Tensor]
+Tree: TypeAlias = dict[str, Any]  # every value is a Tensor or again a Tree
+SEPARATOR = "|"  # between the names of nested branches; never part of a parameter's name
+
+
+def map(f: Callable[..., Tensor], *trees: Tree) -> Tree:
+    """Apply `f` leaf by leaf to trees of one shape."""
+    first = trees[0]
+    return {
+        name: map(f, *(t[name] for t in trees)) if isinstance(value, dict) else f(*(t[name] for t in trees))
+        for name, value in first.items()
+    }
+
+
+def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every leaf with its full name, in the order of the tree."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}{SEPARATOR}")
+        else:
+            yield prefix + name, value
+
+
+def flatten(tree: Tree) -> Params:
+    """The tree as one flat dictionary; with its `outline`, `fill` gives the tree back."""
+    return dict(leaves(tree))
+
+
+def outline(tree: Tree) -> dict[str, Any]:
+    """The tree's branches and names in order, leaves as None: what a flat file does not keep. JSON can hold it."""
+    return {name: outline(part) if isinstance(part, dict) else None for name, part in tree.items()}
+
+
+def fill(outline: dict[str, Any], flat: Params, prefix: str = "") -> Tree:
+    """The tree with this outline, its leaves taken from what `flatten` gave."""
+    return {
+        name: flat[prefix + name] if part is None else fill(part, flat, f"{prefix}{name}{SEPARATOR}")
+        for name, part in outline.items()
+    }
+
+
+def clone(tree: Tree) -> Tree:
+    """A copy that shares no memory."""
+    return map(lambda t: t.detach().clone(), tree)
+
+
+def zeros(tree: Tree) -> Tree:
+    """Zeros in the tree's shape."""
+    return map(torch.zeros_like, tree)
+
+
+def add(a: Tree, b: Tree, scale: float = 1.0) -> Tree:
+    """a + scale·b."""
+    return map(lambda x, y: _like(x, x + scale * y), a, b)
+
+
+def sub(a: Tree, b: Tree) -> Tree:
+    """a − b."""
+    return map(lambda x, y: x - y, a, b)
+
+
+def scale(tree: Tree, factor: float) -> Tree:
+    """factor·tree."""
+    return map(lambda x: _like(x, x * factor), tree)
+
+
+def mean(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
+    """Σ pᵢ·treeᵢ with pᵢ = weightᵢ / Σ weights, added in the order given, so the same trees give the same bits.
+
+    Whole-number leaves (BatchNorm's count of batches) are averaged in float64 and rounded.
+    """
+    total = float(sum(weights))
+    if not trees or total <= 0:
+        raise ValueError(f"a mean needs at least one tree and a positive weight, got {len(trees)} and {total}")
+    flat = [flatten(t) for t in trees]
+    result: Params = {}
+    floating = [name for name, leaf in flat[0].items() if leaf.is_floating_point()]
+    if floating:
+        sums = torch._foreach_mul([flat[0][name] for name in floating], weights[0] / total)
+        for tree, weight in zip(flat[1:], weights[1:], strict=True):
+            torch._foreach_add_(sums, [tree[name] for name in floating], alpha=weight / total)
+        result = dict(zip(floating, sums, strict=True))
+    for name, leaf in flat[0].items():
+        if not leaf.is_floating_point():
+            exact = sum(t[name].double() * (w / total) for t, w in zip(flat, weights, strict=True))
+            result[name] = torch.as_tensor(exact).round().to(leaf.dtype)
+    return fill(outline(trees[0]), result)
+
+
+def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
+    """a where the (scalar) condition holds, else b: a branch that also works for a stack of clients."""
+    return map(lambda x, y: torch.where(condition, x, y), a, b)
+
+
+def square_norm(tree: Tree) -> Tensor:
+    """Σ of all squares."""
+    return torch.stack([leaf.square().sum() for _, leaf in leaves(tree)]).sum()
+
+
+def stack(trees: Sequence[Tree]) -> Tree:
+    """Trees of one shape as one tree with a leading axis."""
+    return map(lambda *leaf: torch.stack(leaf), *trees)
+
+
+def unstack(tree: Tree, index: int) -> Tree:
+    """One entry of a stacked tree, as its own memory (a view would keep the whole stack alive)."""
+    return map(lambda t: t[index].clone(), tree)
+
+
+def to(tree: Tree, device: torch.device | str, dtype: torch.dtype | None = None) -> Tree:
+    """The tree on a device; floating leaves in `dtype` where one is given."""
+    return map(lambda t: t.to(device, dtype if dtype and t.is_floating_point() else t.dtype), tree)
+
+
+def unalias(tree: Tree, *others: Tree) -> Tree:
+    """The tree, with every leaf copied that shares memory with a leaf of the others or with an earlier one of its own."""
+    taken = {_memory(leaf) for other in others for _, leaf in leaves(other)}
+
+    def own(leaf: Tensor) -> Tensor:
+        leaf = leaf.detach()
+        if _memory(leaf) in taken:
+            leaf = leaf.clone()
+        taken.add(_memory(leaf))
+        return leaf
+
+    return map(own, tree)
+
+
+def aliases(a: Tree, b: Tree) -> list[str]:
+    """Names of a's leaves that share memory with any leaf of b."""
+    taken = {_memory(leaf) for _, leaf in leaves(b)}
+    return [name for name, leaf in leaves(a) if _memory(leaf) in taken]
+
+
+def size(tree: Tree) -> int:
+    """Bytes of all leaves."""
+    return sum(leaf.numel() * leaf.element_size() for _, leaf in leaves(tree))
+
+
+def _memory(leaf: Tensor) -> int:
+    return leaf.untyped_storage().data_ptr() if leaf.numel() else id(leaf)
+
+
+def _like(reference: Tensor, value: Tensor) -> Tensor:
+    return value if reference.is_floating_point() else value.round().to(reference.dtype)
