@@ -1,0 +1,9 @@
+"""Two workers on two cores: one thread each, so that they do not wait for one another."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+torch.set_num_threads(1)

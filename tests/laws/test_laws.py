@@ -1,0 +1,139 @@
+"""Every method under every law (the list is in the project's style guide): one row in `table.py`, all of these tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fedstill as fs
+from fedstill import simulation, tree
+from fedstill.experiment import Training
+from fedstill.transport.local import LocalTransport
+
+from ..problems import MODELS, SETTINGS, distance, identical, make, on_quadratics, point, ragged, run, states
+from .table import OPTIMUM, ROWS, Neutral, Row, mean_of_pulls
+
+every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+
+
+@every_row
+@pytest.mark.parametrize("model", MODELS)
+def test_1_stacked_equals_one(row: Row, model: str) -> None:
+    one, stacked = run(row.method, model, engine="one"), run(row.method, model, engine="stacked")
+    assert distance(states(one), states(stacked)) < 1e-10
+    for a, b in zip(one.history, stacked.history, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-10)
+        assert a["personal_clients"] == b["personal_clients"]
+    moved = {m: {n: v - make(model).state_dict()[n] for n, v in s.items()} for m, s in states(one).items()}
+    assert any(v.abs().max() > 1e-3 for s in moved.values() for v in s.values()), "nothing was trained"
+
+
+@every_row
+def test_2_the_wire_changes_nothing(row: Row) -> None:
+    prepared = simulation.prepare(row.method, make("normed"), ragged(), None, Training(**SETTINGS, engine="one"))
+    assert identical(states(prepared.run()), states(prepared.run(through_wire=True)))
+
+
+NEUTRAL = [(row, law) for row in ROWS for law in row.neutral]
+
+
+@pytest.mark.parametrize(("row", "law"), NEUTRAL, ids=lambda v: v.name if isinstance(v, Row) else v.parent.id)
+@pytest.mark.parametrize("engine", ["one", "stacked"])
+def test_3_neutral_values_give_the_parent(row: Row, law: Neutral, engine: str) -> None:
+    settings = {**SETTINGS, **law.settings, "engine": engine}
+    a = fs.simulate(law.variant, model=make("plain"), data=ragged(), **settings)
+    b = fs.simulate(law.parent, model=law.parent_model(make("plain")), data=ragged(), **settings)
+    chosen = [name for name in states(a) if law.of == "both" or name.startswith(law.of)]
+    ours, theirs = ({name: states(r)[name] for name in chosen} for r in (a, b))
+    assert distance(ours, theirs) <= law.within
+
+
+@every_row
+def test_4_fixed_point(row: Row) -> None:
+    row.fixed_point(row.method)
+
+
+def test_4_scaffold_finds_the_optimum_where_fedavg_does_not() -> None:
+    weights = (1.0, 1.0, 1.0)
+    bias = abs(mean_of_pulls(0.0, weights) - OPTIMUM)
+    assert bias > 0.05  # by algebra, FedAvg must miss
+    fedavg, scaffold = on_quadratics(fs.FedAvg(mean="uniform")), on_quadratics(fs.SCAFFOLD())
+    assert abs(point(fedavg.generic()) - OPTIMUM) == pytest.approx(bias, abs=1e-9)
+    assert abs(point(scaffold.generic()) - OPTIMUM) < 1e-9
+
+
+class Spy(LocalTransport):
+    """Sees every message, and the store, as they pass."""
+
+    seen: list
+
+    def replies(self, timeout=None):
+        for reply in super().replies(timeout):
+            memory = self.controller.store.get(reply.client)
+            self.seen.append((reply, memory))
+            yield reply
+
+
+@pytest.fixture
+def spied(monkeypatch):
+    Spy.seen = []
+    monkeypatch.setattr(simulation, "LocalTransport", Spy)
+    return Spy.seen
+
+
+@every_row
+@pytest.mark.parametrize("engine", ["one", "stacked"])
+def test_5_private_stays_private(row: Row, engine: str, spied) -> None:
+    result = run(row.method, "normed", engine=engine)
+    private = row.method.private(result._task)
+    uploads = [(reply, memory) for reply, memory in spied if reply.kind == "train"]
+    assert len(uploads) == 3 * 3
+    for reply, memory in uploads:
+        names = {name.split(tree.SEPARATOR)[-1] for name, _ in tree.leaves(reply.up)}
+        assert not names & private
+        secrets = [leaf for name, leaf in tree.leaves(memory) if name.split(tree.SEPARATOR)[-1] in private]
+        for _, leaf in tree.leaves(reply.up):
+            assert not any(leaf.shape == secret.shape and torch.equal(leaf, secret) for secret in secrets if leaf.ndim)
+
+
+@every_row
+def test_6_cohorts_and_padding_are_invisible(row: Row) -> None:
+    whole = run(row.method, "normed", engine="stacked")
+    for cohort in (1, 2):
+        assert distance(states(whole), states(run(row.method, "normed", engine="stacked", cohort=cohort))) < 1e-10
+    assert identical(states(run(row.method, cohort=2)), states(run(row.method)))
+
+
+@every_row
+@pytest.mark.parametrize("engine", ["one", "stacked"])
+def test_7_same_seed_same_bits_and_evaluation_changes_nothing(row: Row, engine: str) -> None:
+    torch.manual_seed(1)
+    first = run(row.method, "normed", engine=engine)
+    torch.manual_seed(2)
+    before = torch.get_rng_state()
+    second = run(row.method, "normed", engine=engine, eval_every=3)
+    assert torch.equal(before, torch.get_rng_state()), "a global generator was used"
+    assert identical(states(first), states(second))
+    assert not identical(states(first), states(run(row.method, "normed", engine=engine, seed=9)))
+
+
+@every_row
+@pytest.mark.parametrize("engine", ["one", "stacked"])
+def test_8_nothing_aliases(row: Row, engine: str, spied) -> None:
+    result = run(row.method, "normed", engine=engine, participation=1.0)
+    last = [(reply, memory) for reply, memory in spied if reply.kind == "train" and reply.round == 3]
+    for reply, memory in last:
+        assert not tree.aliases(reply.up, memory)
+        assert not tree.aliases(memory, result._server)
+        assert not tree.aliases(reply.up, result._server)
+    for reply, _ in last:
+        for other, memory in last:
+            if other is not reply:
+                assert not tree.aliases(reply.up, other.up)
+                assert not tree.aliases(reply.up, memory)
+    model = make("normed")
+    trained = fs.simulate(row.method, model=model, data=ragged(), **SETTINGS, engine=engine)
+    assert all(torch.equal(v, make("normed").state_dict()[n]) for n, v in model.state_dict().items())
+    generic = trained.generic()
+    generic[next(iter(generic))].fill_(7.0)
+    assert not torch.equal(trained.generic()[next(iter(generic))], generic[next(iter(generic))])

@@ -1,0 +1,161 @@
+"""Small federations and models that the tests share. Ragged on purpose: sizes differ, batches are partial, one client has one sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import fedstill as fs
+from fedstill import terms
+from fedstill.batch import Batch
+from fedstill.settings import values_of
+from fedstill.task import Task
+from fedstill.tree import Params
+
+SIZES = ((13, 5), (7, 3), (1, 2), (10, 4), (5, 1))
+CLASSES = 3
+
+
+def ragged(sizes=SIZES, shape=(4,), seed=0) -> fs.Federation:
+    """Clients with their own label balance and sizes."""
+    g = np.random.default_rng(seed)
+    centres = g.normal(size=(CLASSES, *shape))
+    clients = []
+    for sizes_k in sizes:
+        balance = g.dirichlet([0.7] * CLASSES)
+        y = [g.choice(CLASSES, size=n, p=balance) for n in sizes_k]
+        x = [centres[labels] + 0.7 * g.normal(size=(len(labels), *shape)) for labels in y]
+        clients.append((x[0], y[0], x[1], y[1]))
+    return fs.Federation.from_arrays(clients, classes=CLASSES)
+
+
+class Plain(nn.Module):
+    """Two linear layers."""
+
+    head_modules = "fc2"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 6), nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(torch.tanh(self.fc1(x)))
+
+
+class Normed(nn.Module):
+    """BatchNorm in body and head, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.bn, self.drop = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3)
+        self.head = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.drop(torch.relu(self.bn(self.fc1(x)))))
+
+
+class Convolved(nn.Module):
+    """A convolution, spatial BatchNorm and channel dropout, on 1×2×2 images."""
+
+    head_modules = ("fc",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.drop = nn.Conv2d(1, 4, 2, padding=1), nn.BatchNorm2d(4), nn.Dropout2d(0.25)
+        self.fc = nn.Linear(36, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.drop(torch.relu(self.bn(self.conv(x.reshape(-1, 1, 2, 2))))).flatten(1))
+
+
+MODELS = {"plain": Plain, "normed": Normed, "convolved": Convolved}
+
+
+def make(name: str, seed: int = 5) -> nn.Module:
+    """A model with fixed weights, in float64 so that nothing is lost on the way in."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return MODELS[name]().double()
+
+
+SETTINGS = dict(
+    rounds=3, participation=0.6, epochs=2, batch_size=4, lr=0.05, momentum=0.9, weight_decay=1e-3, seed=2, dtype="float64",
+    device="cpu",
+)  # fmt: skip
+
+
+def run(method: fs.Method, model: str = "plain", data: fs.Federation | None = None, **changes) -> fs.Run:
+    """A short float64 run of the shared problem."""
+    settings = {**SETTINGS, "engine": "one", **changes}
+    return fs.simulate(method, model=make(model), data=data or ragged(), **settings)
+
+
+def states(run: fs.Run) -> dict[str, Params]:
+    """Every model that a run ends with."""
+    found = {"generic": run.generic()}
+    return found | {f"personal {k}": run.personal(k) for k in range(run._task.clients)}
+
+
+def distance(a: dict[str, Params], b: dict[str, Params]) -> float:
+    """The largest difference between two runs' models."""
+    assert a.keys() == b.keys()
+    gaps = [
+        (a[model][name].double() - b[model][name].double()).abs().max().item() for model in a for name in a[model]
+    ]
+    return max(gaps)
+
+
+def identical(a: dict[str, Params], b: dict[str, Params]) -> bool:
+    """Whether two runs' models agree to the bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[m][n], b[m][n]) for m in a for n in a[m])
+
+
+# ---- quadratic clients: loss_k(w) = a_k/2·(w − b_k)², so that fixed points are known by algebra -----------------------
+A, B = (0.2, 1.0, 4.0), (-3.0, 2.0, 0.5)
+COUNTS = (2, 5, 3)  # samples of each client, all alike: only the weights of the mean see them
+
+
+class Point(nn.Module):
+    """One parameter in the body and one in the head; their sum is w."""
+
+    head_modules = "head"
+
+    def __init__(self, w: float = 4.0) -> None:
+        super().__init__()
+        self.body, self.head = nn.Module(), nn.Module()
+        self.body.w = nn.Parameter(torch.tensor([w], dtype=torch.float64))
+        self.head.w = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :2] * 0 + self.body.w + self.head.w
+
+
+class QuadraticFit:
+    """A mixin that replaces cross-entropy by the client's quadratic; x holds (a, b)."""
+
+    def fit(self, task: Task, params: Params, batch: Batch) -> Tensor:
+        w = params["body.w"] + params["head.w"]
+        return terms.mean(0.5 * batch.x[:, 0] * (w - batch.x[:, 1]) ** 2, batch)
+
+
+def on_quadratics(method: fs.Method, **changes) -> fs.Run:
+    """Run a method on the quadratic clients: full batches, full participation."""
+    kind = type(method)
+    quadratic = dataclass(frozen=True, kw_only=True)(type(f"Quadratic{kind.__name__}", (QuadraticFit, kind), {}))
+    fields = values_of(method)
+    clients = [
+        (np.tile([a, b], (n, 1)), np.zeros(n, dtype=int), np.array([[a, b]]), np.zeros(1, dtype=int))
+        for a, b, n in zip(A, B, COUNTS, strict=True)
+    ]
+    settings = dict(rounds=400, epochs=5, batch_size=100, lr=0.1, momentum=0.0, dtype="float64", engine="one", eval_every=400)
+    return fs.simulate(
+        quadratic(**fields), model=Point(), data=fs.Federation.from_arrays(clients), **{**settings, **changes}
+    )
+
+
+def point(params: Params) -> float:
+    """w = body + head."""
+    return float(params["body.w"] + params["head.w"])
