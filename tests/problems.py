@@ -114,7 +114,7 @@ def identical(a: dict[str, Params], b: dict[str, Params]) -> bool:
 
 
 # ---- quadratic clients: loss_k(w) = a_k/2·(w − b_k)², so that fixed points are known by algebra -----------------------
-A, B = (0.2, 1.0, 4.0), (-3.0, 2.0, 0.5)
+A, B = (0.2, 1.0, 4.0), (-3.0, 4.0, 0.5)
 COUNTS = (2, 5, 3)  # samples of each client, all alike: only the weights of the mean see them
 
 

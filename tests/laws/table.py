@@ -80,7 +80,7 @@ def mean_of_pulls(mu: float, weights: tuple[float, ...]) -> float:
 
 def own_optimum(method: fs.Method) -> None:
     """Every client ends at its own b_k."""
-    run = on_quadratics(method)
+    run = on_quadratics(method, rounds=800)
     for k, b in enumerate(B):
         assert abs(point(run.personal(k)) - b) < 1e-9
 
