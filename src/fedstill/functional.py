@@ -11,7 +11,6 @@ Running statistics are updated in place on the tensors that were passed in; call
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -41,19 +40,25 @@ class Net:
             if part.is_floating_point():
                 part.data = part.data.to(dtype)
         self._training, self._evaluating = (copy.deepcopy(self.module).train(mode) for mode in (True, False))
-        self._slots = {id(m): _slots(m) for m in (self._training, self._evaluating)}
+        both = {True: self._training, False: self._evaluating}
+        self._recurrent = {t: [p for p in m.modules() if isinstance(p, nn.RNNBase)] for t, m in both.items()}
         self.parameters = tuple(n for n, p in self.module.named_parameters() if p.requires_grad)
         state = self.module.state_dict(keep_vars=True)
         first: dict[int, str] = {}
         for name, value in state.items():
             first.setdefault(id(value), name)
         self._tied = {name: first[id(value)] for name, value in state.items()}
+        self._slots = {train: _slots(m, self._tied) for train, m in both.items()}
         self.buffers = tuple(n for n in state if self._tied[n] == n and n not in self.parameters)
         self.names = tuple(n for n in state if self._tied[n] == n)
         norms = [m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.has_batchnorm = bool(norms)
         self.cumulative = any(m.momentum is None and m.track_running_stats for m in norms)
         self.has_dropout = True  # until `probe` has looked
+        self.device = device
+        self.size = sum(p.numel() for p in self.module.parameters())
+        self.has_convolution = any(isinstance(m, nn.Conv2d | nn.ConvTranspose2d) for m in self.module.modules())
+        self.channels_last = False  # set where it pays: a CPU that takes clients one by one
 
     def initial(self) -> Params:
         """A copy of the weights that the module came with."""
@@ -64,6 +69,12 @@ class Net:
         """A full state dict on the CPU that `module.load_state_dict` takes (tied weights under all their names)."""
         return {name: params[source].detach().cpu().clone() for name, source in self._tied.items()}
 
+    def fast_layout(self, value: Tensor) -> Tensor:
+        """An entry of the state in the memory layout that convolutions are fastest in here; its values do not change."""
+        if self.channels_last and value.ndim == 4:
+            return value.contiguous(memory_format=torch.channels_last)
+        return value
+
     def __call__(
         self, params: Params, x: Tensor, *, train: bool, key: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
@@ -72,13 +83,14 @@ class Net:
         return self._forward(params, x, train, _Keyed(key, mask) if keyed else None)
 
     def _forward(self, params: Params, x: Tensor, train: bool, mode: _Keyed | None) -> Tensor:
+        for name, owner, leaf in self._slots[train]:
+            owner[leaf] = params[name]
+        for part in self._recurrent[train]:  # these keep a second list of their weights
+            part._flat_weights = [getattr(part, n) for n in part._flat_weights_names]
         module = self._training if train else self._evaluating
-        for name, owner, leaf in self._slots[id(module)]:
-            owner[leaf] = params[self._tied[name]]
-        for part in module.modules():
-            if isinstance(part, nn.RNNBase):  # it keeps a second list of its weights
-                part._flat_weights = [getattr(part, n) for n in part._flat_weights_names]
-        with mode or contextlib.nullcontext():
+        if mode is None:
+            return module(x)  # type: ignore[no-any-return]
+        with mode:
             return module(x)  # type: ignore[no-any-return]
 
     def probe(self, x: Tensor, classes: int) -> None:
@@ -183,14 +195,14 @@ _HANDLERS: dict[Any, Callable[..., Tensor]] = {
 }
 
 
-def _slots(module: nn.Module) -> list[Slot]:
-    """Where each entry of the state sits: its name, the owner's dictionary, and the key there."""
+def _slots(module: nn.Module, tied: dict[str, str]) -> list[Slot]:
+    """Where each entry of the state sits: the name it is kept under, the owner's dictionary, and the key there."""
     slots: list[Slot] = []
     modules = dict(module.named_modules())
     for name in module.state_dict(keep_vars=True):
         path, _, leaf = name.rpartition(".")
         owner = modules[path]
-        slots.append((name, owner._parameters if leaf in owner._parameters else owner._buffers, leaf))  # type: ignore[arg-type]
+        slots.append((tied[name], owner._parameters if leaf in owner._parameters else owner._buffers, leaf))  # type: ignore[arg-type]
     return slots
 
 

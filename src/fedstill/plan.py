@@ -100,6 +100,6 @@ class Plan:
                 rows[epoch, b, : len(part)] = part
         return rows.reshape(epochs * per_epoch, width)
 
-    def step_key(self, round: int, client: int, step: int) -> int:
-        """The key of a step's dropout masks (31 bits, so that it fits any integer tensor)."""
-        return key(self.seed, STEP, round, client, step) >> 33
+    def step_keys(self, round: int, client: int, steps: int) -> NDArray[np.int64]:
+        """The keys of a phase's dropout masks, one a step (31 bits, so that they fit any integer tensor)."""
+        return (bits(key(self.seed, STEP, round, client), steps) >> np.uint64(33)).astype(np.int64)

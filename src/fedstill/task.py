@@ -50,13 +50,14 @@ class Task:
     def predict(self, params: Params, x: Tensor) -> Tensor:
         """The model's output in evaluation, no gradient, in chunks."""
         with torch.no_grad():
-            parts = [self.net(params, part, train=False) for part in x.split(CHUNK)]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
+            params = {name: self.net.fast_layout(value) for name, value in params.items()}
+            return torch.cat([self.net(params, part, train=False) for part in x.split(CHUNK)])
 
     def local_logits(self, params: Params) -> Tensor:
         """Evaluation output for every one of the client's own training samples; `batch.index` looks them up."""
         site = self.here()
         with torch.no_grad():
+            params = {name: self.net.fast_layout(value) for name, value in params.items()}
             return torch.cat([self.net(params, site.x[rows], train=False) for rows in site.index.split(CHUNK)])
 
     def trainable(self, params: Params) -> Params:

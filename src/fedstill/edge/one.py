@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -13,14 +14,17 @@ from ..task import Site, Task
 from ..tree import Params, Tree
 from .trainer import Bench, Done, Work
 
+SMALL = 20_000_000  # parameters × batch size
+
 
 class One:
     """Clients one after another."""
 
     def train(self, bench: Bench, round: int, works: Sequence[Work]) -> Iterator[Done]:
         """Train every client; results in the order of `works`."""
-        for work in works:
-            yield _train(bench, round, work)
+        with _threads(bench):
+            for work in works:
+                yield _train(bench, round, work)
 
     def score(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[int]:
         """How many of each client's samples its model gets right."""
@@ -29,6 +33,18 @@ class One:
             x, y = bench.data.part(part).of(client)
             hits.append((bench.task.predict(params, x).argmax(-1) == y).sum())
         return [int(h) for h in torch.stack(hits).tolist()] if hits else []
+
+
+@contextlib.contextmanager
+def _threads(bench: Bench) -> Iterator[None]:
+    """One thread while steps are so small that handing work to a second costs more than it saves."""
+    net, before = bench.task.net, torch.get_num_threads()
+    if net.device.type == "cpu" and not net.has_convolution and net.size * bench.plan.batch_size < SMALL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _train(bench: Bench, round: int, work: Work) -> Done:
@@ -59,7 +75,7 @@ def _phase(
         return local
     names, buffers = bench.moving(phase)
     start: Params = local[phase.model]
-    params = {name: value.detach().clone() for name, value in start.items()}
+    params = {name: net.fast_layout(value.detach()).clone() for name, value in start.items()}
     weights = [params[name].requires_grad_() for name in names]
     sgd, loss_of = bench.sgd(phase), phase.loss or method.loss
     state = sgd.init(weights)
@@ -73,7 +89,8 @@ def _phase(
         sgd.update(weights, grads, state)
         total += loss.detach()
     moved = {*names, *buffers}
-    trained = {name: params[name].detach() if name in moved else start[name] for name in net.names if name in params}
+    # Contiguous again: what leaves the engine is laid out the same whether it came from here, the wire or a checkpoint.
+    trained = {n: params[n].detach().contiguous() if n in moved else start[n] for n in net.names if n in params}
     return {**local, phase.model: trained}
 
 
@@ -81,11 +98,11 @@ def _batches(bench: Bench, round: int, client: int, epochs: int) -> Iterator[Bat
     """The client's batches: one gather per epoch, then slices of it."""
     x, y = bench.data.train.of(client)
     size, step = min(bench.plan.batch_size, len(y)), 0
+    keys = torch.from_numpy(bench.plan.step_keys(round, client, bench.plan.steps(len(y), epochs))).to(x.device)
     for epoch in range(epochs):
         index = torch.from_numpy(bench.plan.order(round, client, len(y), epoch)).to(x.device)
         xs, ys = x[index], y[index]
         for first in range(0, len(y), size):
             rows = slice(first, first + size)
-            key = torch.tensor(bench.plan.step_key(round, client, step), device=x.device)
-            yield Batch(xs[rows], ys[rows], index[rows], key)
+            yield Batch(xs[rows], ys[rows], index[rows], keys[step])
             step += 1

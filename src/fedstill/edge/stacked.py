@@ -157,7 +157,7 @@ class _Cohort:
         keys = np.zeros((longest, len(plans)), dtype=np.int64)
         for i, rows in enumerate(plans):
             index[: len(rows), i] = rows
-            keys[: len(rows), i] = [plan.step_key(self.round, self.clients[i], s) for s in range(len(rows))]
+            keys[: len(rows), i] = plan.step_keys(self.round, self.clients[i], len(rows))
         starts = np.array([self.bench.data.train.starts[k] for k in self.clients])[:, None]
         lengths = np.array([len(rows) for rows in plans])
         real = torch.from_numpy(index >= 0).to(device, self.x.dtype)

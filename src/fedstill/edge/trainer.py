@@ -106,6 +106,8 @@ class Trainer:
         elif engine == "stacked" and (reason := stacked.refusal(bench)) is not None:
             raise InputError("engine", "stacked", f"'one' for this model: {reason}")
         self.name = engine
+        net = bench.task.net
+        net.channels_last = engine == "one" and net.has_convolution and net.device.type == "cpu"
         self.engine: Engine = stacked.Stacked() if engine == "stacked" else one.One()
 
     def train(self, round: int, works: Sequence[Work]) -> Iterator[Done]:
