@@ -1,0 +1,20 @@
+"""Data: sources, partitions, and the federation that they make."""
+
+from .dataset import Dataset
+from .federation import Client, Federation
+from .partition import Partition, deal, parse
+from .record import load_record, save_record
+from .source import catalogue, load
+
+__all__ = [
+    "Client",
+    "Dataset",
+    "Federation",
+    "Partition",
+    "catalogue",
+    "deal",
+    "load",
+    "load_record",
+    "parse",
+    "save_record",
+]

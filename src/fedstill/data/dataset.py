@@ -1,0 +1,177 @@
+"""A data set as it lies on disk, checked, and the one way its samples become tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import InputError, Shown
+
+Array = NDArray[Any]
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Samples and labels of one source, before they are dealt to clients.
+
+    `x` is uint8 images (NCHW, 0 to 255) or float32 features; `test_x`, `test_y` the official test part where there is
+    one. `mean` and `std` are per channel, of x/255 for images and of x otherwise; empty means: leave x as it is.
+    `domain` and `owner` say for each training sample which domain it comes from and which client holds it,
+    `test_domain` and `test_owner` the same for the test part.
+    """
+
+    name: str
+    x: Array
+    y: Ints
+    classes: int
+    test_x: Array | None = None
+    test_y: Ints | None = None
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    domain: Ints | None = None
+    test_domain: Ints | None = None
+    owner: Ints | None = None
+    test_owner: Ints | None = None
+    labels: tuple[str, ...] = ()  # the classes' names, where the source has them
+    groups: tuple[str, ...] = ()  # the domains' or owners' names
+
+    def __post_init__(self) -> None:
+        for x, y, part in ((self.x, self.y, "x"), (self.test_x, self.test_y, "test_x")):
+            if x is None and y is None:
+                continue
+            if x is None or y is None or len(x) != len(y) or len(x) == 0:
+                raise InputError(f"{self.name}.{part}", Shown("samples and labels that do not match"), "as many labels")
+            if x.dtype not in (np.uint8, np.float32):
+                raise InputError(f"{self.name}.{part}", Shown(f"an array of type {x.dtype}"), "uint8 or float32")
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one sample."""
+        return tuple(self.x.shape[1:])
+
+    def tensor(self, x: Array) -> torch.Tensor:
+        """Samples of this set as a new, normalised float32 tensor."""
+        out = torch.from_numpy(np.array(x, dtype=np.float32, order="C"))
+        if x.dtype == np.uint8:
+            out.div_(255)
+        if self.mean:
+            view = (-1,) + (1,) * (out.ndim - 2)
+            out.sub_(torch.tensor(self.mean).view(view)).div_(torch.tensor(self.std).view(view))
+        return out
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The whole training part as normalised samples and int64 labels."""
+        return self.tensor(self.x), torch.from_numpy(self.y.copy())
+
+    def test_tensors(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The whole official test part, or None where there is none."""
+        if self.test_x is None or self.test_y is None:
+            return None
+        return self.tensor(self.test_x), torch.from_numpy(self.test_y.copy())
+
+    def pooled(self) -> Dataset:
+        """The official training and test parts as one, in that order."""
+        if self.test_x is None or self.test_y is None:
+            return self
+        return replace(
+            self,
+            x=np.concatenate([self.x, self.test_x]),
+            y=np.concatenate([self.y, self.test_y]),
+            domain=_joined(self.domain, self.test_domain),
+            owner=_joined(self.owner, self.test_owner),
+            test_x=None,
+            test_y=None,
+            test_domain=None,
+            test_owner=None,
+        )
+
+
+def _joined(train: Ints | None, test: Ints | None) -> Ints | None:
+    return None if train is None or test is None else np.concatenate([train, test])
+
+
+def samples(where: str, x: Array) -> Array:
+    """Samples in the layout of a Dataset: uint8 or finite float32, images NCHW."""
+    if x.dtype.kind not in "buif":
+        raise InputError(where, Shown(f"samples of type {x.dtype}"), "numbers")
+    if x.ndim < 2 or 0 in x.shape:
+        raise InputError(where, Shown(f"samples of shape {x.shape}"), "[samples, …] with no length of 0")
+    if x.ndim == 3:
+        x = x[:, None]
+    elif x.ndim == 4 and x.shape[3] in (1, 3, 4) and x.shape[1] not in (1, 3, 4):
+        x = x.transpose(0, 3, 1, 2)
+    if x.dtype == np.uint8:
+        return np.ascontiguousarray(x)
+    with np.errstate(over="ignore"):
+        x = np.ascontiguousarray(x, dtype=np.float32)
+    if not np.isfinite(x).all():
+        bad = int(np.flatnonzero(~np.isfinite(x.reshape(len(x), -1)).all(axis=1))[0])
+        raise InputError(where, Shown(f"sample {bad} holds NaN or infinity"), "finite numbers that fit float32")
+    return x
+
+
+def targets(where: str, y: Array, count: int, classes: int | None = None) -> Ints:
+    """Labels as int64: one a sample, whole, at least 0, and below `classes` where the classes are known."""
+    if y.shape != (count,):
+        raise InputError(where, Shown(f"labels of shape {y.shape}"), f"one label for each of the {count} samples")
+    if y.dtype.kind not in "buif":
+        raise InputError(where, Shown(f"labels of type {y.dtype}"), "whole numbers")
+    below = np.inf if classes is None else classes
+    # a NaN fails every comparison, so it is caught here as well
+    good = (y >= 0) & (y < below) & (np.mod(y, 1) == 0) if y.dtype.kind == "f" else (y >= 0) & (y < below)
+    if not good.all():
+        first = int(np.flatnonzero(~good)[0])
+        top = "" if classes is None else f" and below {classes}"
+        raise InputError(
+            where, Shown(f"label {y[first].item()} of sample {first}"), f"a whole number of at least 0{top}"
+        )
+    return y.astype(np.int64)
+
+
+def moments(x: Array) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation per channel of x/255, from exact counts of uint8 values."""
+    mean, std, values = [], [], np.arange(256) / 255
+    for channel in range(x.shape[1]):
+        counts = np.zeros(256, np.int64)
+        for start in range(0, len(x), 4096):  # in pieces: bincount widens its input to eight bytes a value
+            counts += np.bincount(x[start : start + 4096, channel].reshape(-1), minlength=256)
+        share = counts / counts.sum()
+        centre = float((share * values).sum())
+        spread = float(np.sqrt((share * (values - centre) ** 2).sum()))
+        mean.append(centre)
+        std.append(spread if spread > 1e-12 else 1.0)  # a constant channel stays constant instead of dividing by 0
+    return tuple(mean), tuple(std)
+
+
+def dataset(
+    name: str,
+    where: str,
+    x: Array,
+    y: Array,
+    test: tuple[Array, Array] | None = None,
+    classes: int | None = None,
+    **more: Any,
+) -> Dataset:
+    """A checked Dataset from raw arrays; `where` names the file or folder in an error."""
+    train_x = samples(where, x)
+    train_y = targets(where, y, len(train_x), classes)
+    test_x = test_y = None
+    if test is not None:
+        test_x = samples(where, test[0])
+        if test_x.shape[1:] != train_x.shape[1:] or test_x.dtype != train_x.dtype:
+            shown = f"test samples {test_x.shape[1:]} {test_x.dtype}"
+            raise InputError(where, Shown(shown), f"{train_x.shape[1:]} {train_x.dtype} as the training samples are")
+        test_y = targets(where, test[1], len(test_x), classes)
+    if classes is None:
+        classes = 1 + max(int(part.max()) for part in (train_y, test_y) if part is not None)
+    mean, std = moments(train_x) if train_x.dtype == np.uint8 else ((), ())
+    return Dataset(name, train_x, train_y, classes, test_x, test_y, mean, std, **more)

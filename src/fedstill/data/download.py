@@ -1,0 +1,219 @@
+"""Well-known data sets fetched from their publishers: checked against the published MD5 sums before they are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import os
+import shutil
+import sys
+import tarfile
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..errors import InputError
+
+Progress = Callable[[str, int, int | None], None]  # file name, bytes so far, bytes in all (where the server says)
+
+TIMEOUT = 10.0  # seconds to connect, and between two pieces
+
+
+@dataclass(frozen=True)
+class Remote:
+    """Where a data set is published: base addresses in the order to try, and each file's MD5 sum.
+
+    `folder` is the place of the files under the root; `members` names, for each archive, the files to take out of it.
+    """
+
+    bases: tuple[str, ...]
+    files: Mapping[str, str]
+    folder: str = ""
+    members: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def wanted(self) -> list[str]:
+        """The files that end up under the root."""
+        return [f"{self.folder}{name}" for file in self.files for name in self.members.get(file, (file,))]
+
+
+_TORONTO = ("https://www.cs.toronto.edu/~kriz/",)
+_CIFAR10 = tuple(f"cifar-10-batches-bin/{n}.bin" for n in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"))
+_CIFAR100 = ("cifar-100-binary/train.bin", "cifar-100-binary/test.bin")
+
+REMOTES: dict[str, Remote] = {
+    "mnist": Remote(
+        ("https://ossci-datasets.s3.amazonaws.com/mnist/", "http://yann.lecun.com/exdb/mnist/"),
+        {
+            "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+            "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
+            "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
+            "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
+        },
+        "mnist/",
+    ),
+    "fmnist": Remote(
+        ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",),
+        {
+            "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+            "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
+            "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
+            "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
+        },
+        "fmnist/",
+    ),
+    "cifar10": Remote(
+        _TORONTO,
+        {"cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530"},
+        members={"cifar-10-binary.tar.gz": _CIFAR10},
+    ),
+    "cifar100": Remote(
+        _TORONTO,
+        {"cifar-100-binary.tar.gz": "03b5dce01913d631647c71ecec9e9cb8"},
+        members={"cifar-100-binary.tar.gz": _CIFAR100},
+    ),
+}
+
+
+def fetch(name: str, root: Path, progress: Progress | None = None) -> None:
+    """Bring what is missing of a data set under the root.
+
+    The variable FEDSTILL_MIRROR replaces the publishers' addresses; a mirror holds the files as MIRROR/NAME/FILE.
+    """
+    remote = REMOTES[name]
+    mirror = os.environ.get("FEDSTILL_MIRROR")
+    bases = (f"{mirror.rstrip('/')}/{name}/",) if mirror else remote.bases
+    if mirror and not mirror.startswith(("http://", "https://")):
+        raise InputError("FEDSTILL_MIRROR", mirror, "an address that begins with http:// or https://")
+    folder = root / remote.folder
+    with _shown(progress) as show:
+        for file, md5 in remote.files.items():
+            members = remote.members.get(file, ())
+            if all((folder / kept).exists() for kept in members or (file,)):
+                continue
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                _one(name, remote, [base + file for base in bases], folder / file, md5, show)
+                if members:
+                    _unpack(folder / file, members, folder)
+            except OSError as error:
+                raise InputError("data", name, f"writable under {root} ({error.strerror or error})") from None
+
+
+def _one(name: str, remote: Remote, urls: list[str], to: Path, md5: str, show: Progress) -> None:
+    """Download one file into a temporary name and rename it once its sum is right."""
+    part = to.with_name(f".{to.name}.{os.getpid()}.part")
+    reason = ""
+    try:
+        for url in urls:
+            try:
+                found = _stream(url, part, show)
+            except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
+                reason = f"{url}: {getattr(error, 'reason', None) or error or type(error).__name__}"
+                continue
+            if found == md5:
+                os.replace(part, to)
+                return
+            reason = f"{url}: the MD5 sum is {found}, not {md5}"
+        right = f"downloaded, which failed ({reason}); or put into {_root(to, remote)}: {', '.join(remote.wanted())}"
+        raise InputError("data", name, right)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _root(to: Path, remote: Remote) -> Path:
+    """The root that a downloaded file's folder lies under."""
+    return to.parent.parent if remote.folder else to.parent
+
+
+def _stream(url: str, to: Path, show: Progress) -> str:
+    """Write what the address gives to a file and return its MD5 sum."""
+    digest = hashlib.md5(usedforsecurity=False)
+    with urllib.request.urlopen(url, timeout=TIMEOUT) as reply, to.open("wb") as file:
+        length = reply.headers.get("Content-Length")
+        total, done = int(length) if length else None, 0
+        show(to.name, 0, total)
+        while piece := reply.read(1 << 18):
+            file.write(piece)
+            digest.update(piece)
+            done += len(piece)
+            show(to.name, done, total)
+    return digest.hexdigest()
+
+
+def _unpack(archive: Path, members: tuple[str, ...], to: Path) -> None:
+    """Take exactly the named regular files out of an archive, then remove it."""
+    try:
+        with tarfile.open(archive, "r:gz") as tar:
+            left = set(members)
+            for entry in tar:
+                if entry.name not in left or not entry.isfile():
+                    continue  # nothing but the names we know is ever written, so no entry can point elsewhere
+                source = tar.extractfile(entry)
+                assert source is not None  # it is a regular file
+                target = to / entry.name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                part = target.with_name(f".{target.name}.{os.getpid()}.part")
+                try:
+                    with source, part.open("wb") as file:
+                        shutil.copyfileobj(source, file)
+                    os.replace(part, target)
+                finally:
+                    part.unlink(missing_ok=True)
+                left.discard(entry.name)
+        if left:
+            raise InputError("data file", str(archive), f"an archive that holds {', '.join(sorted(left))}")
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        raise InputError("data file", str(archive), f"a whole tar.gz archive ({error})") from None
+    finally:
+        archive.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _shown(progress: Progress | None) -> Iterator[Progress]:
+    """The given callback, else a bar on a terminal with rich, else plain lines."""
+    if progress is not None:
+        yield progress
+        return
+    if sys.stderr.isatty():
+        try:
+            from rich import progress as bars
+            from rich.console import Console
+        except ImportError:
+            pass
+        else:
+            columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.DownloadColumn())
+            with bars.Progress(*columns, console=Console(stderr=True)) as live:
+                tasks: dict[str, bars.TaskID] = {}
+
+                def bar(file: str, done: int, total: int | None) -> None:
+                    if file not in tasks:
+                        tasks[file] = live.add_task(_plain(file), total=total)
+                    live.update(tasks[file], completed=done)
+
+                yield bar
+            return
+    yield lines()
+
+
+def lines(write: Callable[[str], object] | None = None) -> Progress:
+    """A callback that writes a line at the start of a file and one at each further quarter."""
+    said: dict[str, int] = {}
+    put = write or (lambda line: print(line, file=sys.stderr, flush=True))
+
+    def show(file: str, done: int, total: int | None) -> None:
+        quarter = 4 * done // total if total else 0
+        if said.get(file, -1) < quarter:
+            said[file] = quarter
+            of = f" of {total / 1e6:.1f}" if total else ""
+            put(f"downloading {_plain(file)}: {done / 1e6:.1f}{of} MB")
+
+    return show
+
+
+def _plain(part: str) -> str:
+    """The file's name without the marks of its temporary name."""
+    return part.removeprefix(".").rsplit(".", 2)[0] if part.endswith(".part") else part

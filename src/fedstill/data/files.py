@@ -1,0 +1,126 @@
+"""Readers of files in the layout that their authors publish: IDX, CIFAR's binary records, npz."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from ..errors import InputError
+from .dataset import Array, Dataset, dataset
+
+IDX = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
+
+
+def wrong(path: Path | str, right: str) -> InputError:
+    """The error for a file that cannot be read as what it should be."""
+    return InputError("data file", str(path), right)
+
+
+def content(path: Path) -> bytes:
+    """The file's bytes, unpacked where it is gzip."""
+    try:
+        raw = path.read_bytes()
+        # by content, since a browser may unpack a download and keep its name
+        return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise wrong(path, f"a whole gzip file ({error})") from None
+    except OSError as error:
+        raise wrong(path, f"a readable file ({error.strerror})") from None
+
+
+def idx(path: Path, dims: int) -> Array:
+    """An IDX file of unsigned bytes with `dims` dimensions, gzipped or not."""
+    raw = content(path)
+    magic = bytes([0, 0, 8, dims])
+    if raw[:4] != magic:
+        raise wrong(path, f"an IDX file that begins with 0x{magic.hex()} (this one begins with 0x{raw[:4].hex()})")
+    head = 4 + 4 * dims
+    if len(raw) < head:
+        raise wrong(path, f"an IDX file with a header of {head} bytes (this one has {len(raw)})")
+    shape = tuple(int(n) for n in np.frombuffer(raw, ">u4", dims, 4))
+    size = 1
+    for n in shape:
+        size *= n
+    if len(raw) != head + size:
+        raise wrong(path, f"{head + size} bytes long as its header says (it has {len(raw)})")
+    return np.frombuffer(raw, np.uint8, offset=head).reshape(shape)
+
+
+def idx_set(name: str, folder: Path) -> Dataset:
+    """MNIST and its relatives: four IDX files in one folder."""
+    parts = []
+    for stem in IDX:
+        path = next((p for p in (folder / f"{stem}.gz", folder / stem) if p.exists()), folder / f"{stem}.gz")
+        parts.append(idx(path, 3 if "images" in stem else 1))
+    return dataset(name, str(folder), parts[0], parts[1], (parts[2], parts[3]), classes=10)
+
+
+def cifar(path: Path, label_bytes: int) -> tuple[Array, Array]:
+    """CIFAR's binary records: the label bytes (the last is the one to learn), then 3 × 32 × 32 pixels."""
+    raw = content(path)
+    record = label_bytes + 3072
+    if not raw or len(raw) % record:
+        raise wrong(path, f"a whole number of records of {record} bytes (it has {len(raw)} bytes)")
+    rows = np.frombuffer(raw, np.uint8).reshape(-1, record)
+    return rows[:, label_bytes:].reshape(-1, 3, 32, 32), rows[:, label_bytes - 1]
+
+
+def cifar_set(name: str, folder: Path, train: Sequence[str], test: str, label_bytes: int, classes: int) -> Dataset:
+    """CIFAR-10 or CIFAR-100 from the binary version's files."""
+    parts = [cifar(folder / file, label_bytes) for file in train]
+    x, y = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return dataset(name, str(folder), x, y, cifar(folder / test, label_bytes), classes=classes)
+
+
+def npz(path: Path) -> dict[str, Array]:
+    """All arrays of an npz file; nothing in it is unpickled."""
+    try:
+        with path.open("rb") as file:
+            return arrays(file, str(path))
+    except OSError as error:
+        raise wrong(path, f"a readable file ({error.strerror or error})") from None
+
+
+def arrays(file: IO[bytes], where: str) -> dict[str, Array]:
+    """All arrays of an open npz file."""
+    try:
+        loaded = np.load(file, allow_pickle=False)
+        if not isinstance(loaded, np.lib.npyio.NpzFile):
+            raise wrong(where, "an npz file that holds named arrays (this is a single array)")
+        with loaded:
+            return {key: loaded[key] for key in loaded.files}
+    except InputError:
+        raise
+    except Exception as error:  # damaged bytes raise whatever numpy, zipfile or zlib stumble over (even a TokenError)
+        raise wrong(where, f"a whole npz file of plain arrays ({error})") from None
+
+
+def split_arrays(where: str, found: dict[str, Array]) -> tuple[Array, Array, tuple[Array, Array] | None]:
+    """Training samples, labels and, where there is one, the test part of an npz file's arrays."""
+    if {"train_x", "train_y"} <= found.keys():
+        test = (found["test_x"], found["test_y"]) if {"test_x", "test_y"} <= found.keys() else None
+        return found["train_x"], found["train_y"], test
+    if {"x", "y"} <= found.keys():
+        return found["x"], found["y"], None
+    has = ", ".join(sorted(found)) or "nothing"
+    raise wrong(where, f"an npz file with x and y, or train_x, train_y, test_x and test_y (it holds {has})")
+
+
+def npz_set(name: str, path: Path, classes: int | None = None) -> Dataset:
+    """A data set from one npz file."""
+    x, y, test = split_arrays(str(path), npz(path))
+    return dataset(name, str(path), x, y, test, classes)
+
+
+def digits() -> Dataset:
+    """The 1,797 UCI digits that the package ships: 1 × 8 × 8, values 0 to 16."""
+    raw = resources.files(__package__).joinpath("digits", "digits.npz").read_bytes()
+    found = arrays(io.BytesIO(raw), "digits.npz")
+    return dataset("digits", "digits", found["x"], found["y"], classes=10)

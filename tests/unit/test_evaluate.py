@@ -1,0 +1,67 @@
+"""The evaluation contract, by numbers worked out on paper."""
+
+import pytest
+
+import fedstill as fs
+from fedstill.evaluate import Scores, summary, worst_tenth
+
+HISTORY = [
+    {"round": 1, "participants": [0, 1], **summary(Scores([0, 1, 2], [10, 10, 80], {"personal": [9, 5, 8], "generic": [1, 1, 8]}))},
+    {"round": 2, "participants": [2]},
+    {"round": 3, "participants": [1, 2], **summary(Scores([0, 1, 2], [10, 10, 80], {"personal": [5, 5, 16], "generic": [2, 2, 16]}))},
+]
+
+
+def test_a_round_s_numbers() -> None:
+    first = HISTORY[0]
+    assert first["personal"] == pytest.approx((0.9 + 0.5 + 0.1) / 3)
+    assert first["personal_sample"] == pytest.approx(22 / 100)
+    assert first["personal_std"] == pytest.approx(((0.4**2 + 0 + 0.4**2) / 3) ** 0.5)
+    assert first["personal_worst"] == pytest.approx(0.1)
+    assert first["generic"] == pytest.approx(10 / 100)
+    assert first["generic_client"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("contract", "expected"),
+    [
+        ({}, 0.4),  # last round: (0.5 + 0.5 + 0.2) / 3
+        ({"mean": "sample"}, 26 / 100),
+        ({"clients": "participants"}, (0.5 + 0.2) / 2),
+        ({"clients": "participants", "mean": "sample"}, (5 + 16) / 90),
+        ({"round": "best-test"}, 0.5),
+        ({"round": "mean10"}, 0.45),
+        ({"model": "generic"}, 0.2),
+    ],
+)
+def test_the_contract(contract: dict, expected: float) -> None:
+    assert fs.Evaluation(**contract).of(HISTORY) == pytest.approx(expected)
+
+
+def test_best_on_validation_looks_at_validation_only() -> None:
+    def record(t: int, val: int, test: int) -> dict:
+        return {
+            "round": t, "participants": [0],
+            **summary(Scores([0], [10], {"personal": [test]})), **summary(Scores([0], [10], {"personal": [val]}), "val_"),
+        }  # fmt: skip
+
+    history = [record(1, val=5, test=9), record(2, val=8, test=6), record(3, val=7, test=10)]
+    assert fs.Evaluation(round="best-val").of(history) == pytest.approx(0.6)
+    with pytest.raises(fs.InputError, match="no validation data"):
+        fs.Evaluation(round="best-val").of(HISTORY)
+
+
+def test_best_on_test_is_labelled_as_what_it_is() -> None:
+    assert "ON TEST DATA" in str(fs.Evaluation(round="best-test"))
+
+
+def test_worst_tenth() -> None:
+    assert worst_tenth([i / 100 for i in range(20)]) == pytest.approx(0.005)
+    assert worst_tenth([0.3, 0.7]) == pytest.approx(0.3)
+
+
+def test_a_run_with_validation_data_scores_it() -> None:
+    experiment = fs.Experiment(method=fs.FedAvg(), rounds=2, epochs=1, clients=4, partition="iid", split="70/10/20")
+    run = fs.run(experiment)
+    assert set(run.history[-1]["val_samples"]) == {"0", "1", "2", "3"}
+    assert 0 <= run.score(round="best-val") <= 1

@@ -1,0 +1,122 @@
+"""The run folder: whole files, checksums, and a run that goes on after a kill as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedstill as fs
+from fedstill import methods
+from fedstill.journal import Journal, write
+
+from ..problems import identical, states
+
+TINY = dict(rounds=6, epochs=1, clients=5, partition="iid", checkpoint_every=2, eval_every=2, batch_size=32)
+
+
+def experiment(name: str = "pfedsd", **changes) -> fs.Experiment:
+    return fs.Experiment(method=methods.get(name)(), **{**TINY, **changes})
+
+
+def metrics(folder: Path) -> list[dict]:
+    timing = ("seconds", "train_seconds")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in timing} for line in lines]
+
+
+@pytest.mark.parametrize("name", methods.METHODS)
+def test_a_run_that_stopped_goes_on_to_the_same_bits(name: str, tmp_path: Path) -> None:
+    whole = fs.run(experiment(name, participation=0.6), out=tmp_path / "whole")
+
+    class Stop(Exception):
+        pass
+
+    def stop(record) -> None:
+        if record["round"] == 5:
+            raise Stop
+
+    with pytest.raises(Stop):
+        fs.run(experiment(name, participation=0.6), out=tmp_path / "cut", progress=stop)
+    with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 6, "los')  # as a kill in the middle of a line would leave it
+    resumed = fs.resume(tmp_path / "cut")
+    assert identical(states(whole), states(resumed))
+    assert metrics(tmp_path / "whole") == metrics(tmp_path / "cut")
+    assert [r["round"] for r in resumed.history] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_real_kill_is_survived(tmp_path: Path) -> None:
+    script = (
+        "import fedstill as fs, sys\n"
+        f"e = fs.Experiment(method=fs.PFedSD(), **{dict(TINY, rounds=400, checkpoint_every=1, eval_every=400)!r})\n"
+        "fs.run(e, out=sys.argv[1])\n"
+    )
+    folder = tmp_path / "killed"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-c", script, str(folder)], env=environment)
+    end = time.monotonic() + 60
+    while time.monotonic() < end and len(list((folder / "checkpoints").glob("*.json"))) < 2:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = len(metrics(folder)) if (folder / "metrics.jsonl").exists() else 0
+    assert 0 < done < 400
+    toml = (folder / "experiment.toml").read_text().replace("rounds = 400", f"rounds = {done + 3}")
+    write(folder / "experiment.toml", toml.encode())
+    resumed = fs.resume(folder)
+    whole = fs.run(experiment(rounds=done + 3, eval_every=400))
+    assert identical(states(whole), states(resumed))
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    whole = fs.run(experiment(), out=tmp_path / "run")
+    newest = sorted((tmp_path / "run" / "checkpoints").glob("*.safetensors"))
+    assert len(newest) == 2, "the newest two are kept"
+    data = bytearray(newest[-1].read_bytes())
+    data[-1] ^= 1
+    newest[-1].write_bytes(bytes(data))
+    journal = Journal(tmp_path / "run")
+    found = journal.load(torch.device("cpu"))
+    assert found is not None
+    assert found[0] == 4
+    assert identical(states(whole), states(fs.resume(tmp_path / "run")))
+
+
+def test_the_folder_says_everything(tmp_path: Path) -> None:
+    fs.run(experiment(lr=0.02), out=tmp_path / "run")
+    files = sorted(p.name for p in (tmp_path / "run").iterdir())
+    assert files == ["checkpoints", "environment.json", "experiment.toml", "metrics.jsonl", "partition.json"]
+    assert fs.Experiment.from_toml(tmp_path / "run" / "experiment.toml") == experiment(lr=0.02)
+    partition = json.loads((tmp_path / "run" / "partition.json").read_text())
+    assert len(partition["hash"]) == 64
+    assert not list((tmp_path / "run").rglob("*.part"))
+
+
+def test_an_occupied_folder_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    with pytest.raises(fs.InputError, match="new or empty"):
+        fs.run(experiment(), out=tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+
+
+def test_bad_input_leaves_no_folder(tmp_path: Path) -> None:
+    for changes in ({"model": "mlpp"}, {"partition": "shards:4000"}, {"data": "nothing"}, {"device": "tpu"}, {"head": ("fc9",)}):
+        with pytest.raises(fs.InputError):
+            fs.run(experiment(**changes), out=tmp_path / "run")
+        assert not (tmp_path / "run").exists(), changes
+
+
+def test_resume_refuses_other_data(tmp_path: Path) -> None:
+    fs.run(experiment(), out=tmp_path / "run")
+    toml = (tmp_path / "run" / "experiment.toml").read_text().replace("seed = 0", "seed = 1")
+    write(tmp_path / "run" / "experiment.toml", toml.encode())
+    with pytest.raises(fs.InputError, match="partition"):
+        fs.resume(tmp_path / "run")
