@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,10 +48,10 @@ class Experiment(Training):
     method: Method = field(default_factory=lambda: methods.get("pfedsd")())
     data: str = setting("digits", "a data set by name ('fedstill data' lists them), or a path to your own files", group="data")
     data_root: str = setting("", "folder with data sets; else FEDSTILL_DATA, else the cache folder", group="data")
-    clients: int = setting(20, "number of clients", least=1, group="data")
+    clients: int = setting(0, "number of clients; 0: as many as the data says, else 20", least=0, group="data")
     partition: str = setting(
-        "dirichlet:0.1",
-        "iid, dirichlet:α, balanced-dirichlet:α, shards:s, classes:S, lognormal:σ, domain, owner, file:PATH",
+        "auto",
+        "auto (the data's own owners or domains, else dirichlet:0.1), iid, dirichlet:α, balanced-dirichlet:α, shards:s, classes:S, lognormal:σ, domain, owner, file:PATH",
         group="data",
     )
     split: str = setting("80/20", "train/test (80/20) or train/val/test (70/10/20) per client, or official", group="data")
@@ -59,6 +59,12 @@ class Experiment(Training):
     model: str = setting("mlp", "a model by name ('fedstill models' lists them)", group="model")
     head: tuple[str, ...] = setting((), "the modules that make the head; empty: as the model says", group="model")
     checkpoint_every: int = setting(10, "keep the state every so many rounds, and after the last", least=1, group="machine")
+
+    def dealt(self, owned: str | None) -> Experiment:
+        """This experiment with partition and clients said: `owned` is what the data itself divides by, if anything."""
+        partition = self.partition if self.partition != "auto" else owned or "dirichlet:0.1"
+        by_data = partition.partition(":")[0] in ("owner", "domain", "file")
+        return replace(self, partition=partition, clients=self.clients or (0 if by_data else 20))
 
     def training(self) -> Training:
         """The part that `simulate` takes."""

@@ -97,7 +97,11 @@ def simulate(
 
 
 def run(
-    experiment: Experiment, *, out: str | Path | None = None, progress: Progress | None = None, federation: Federation | None = None
+    experiment: Experiment,
+    *,
+    out: str | Path | None = None,
+    progress: Progress | None = None,
+    federation: Federation | None = None,
 ) -> Run:
     """Run a whole experiment: read and divide the data, build the model, train. `federation` saves reading it again."""
     journal = Journal(out) if out is not None else None
@@ -105,7 +109,10 @@ def run(
         journal.check_free()
     simulation, federation = from_experiment(experiment, federation)
     if journal:
-        journal.begin(experiment.to_toml(), federation.partition_record, simulation.device)
+        kind = federation.partition_record.get("kind")
+        said = experiment.dealt(kind if kind in ("owner", "domain") else None)
+        said = dataclasses.replace(said, clients=len(federation))
+        journal.begin(said.to_toml(), federation.partition_record, simulation.device)
     return simulation.run(journal=journal, checkpoint_every=experiment.checkpoint_every, progress=progress)
 
 
@@ -115,17 +122,18 @@ def resume(folder: str | Path, *, progress: Progress | None = None) -> Run:
     experiment = Experiment.from_toml(journal.folder / "experiment.toml")
     simulation, federation = from_experiment(experiment)
     journal.check_partition(federation.partition_record)
-    return simulation.run(
-        journal=journal, checkpoint_every=experiment.checkpoint_every, progress=progress, go_on=True
-    )
+    return simulation.run(journal=journal, checkpoint_every=experiment.checkpoint_every, progress=progress, go_on=True)
 
 
 def federation_of(experiment: Experiment) -> Federation:
     """The data of an experiment, read and divided."""
+    dataset = sources.load(experiment.data, experiment.data_root or None)
+    owned = "owner" if dataset.owner is not None else "domain" if dataset.domain is not None else None
+    experiment = experiment.dealt(owned)
     return Federation.from_dataset(
-        sources.load(experiment.data, experiment.data_root or None),
+        dataset,
         partition=experiment.partition,
-        clients=experiment.clients,
+        clients=experiment.clients or None,
         seed=experiment.seed,
         split=experiment.split,
         pool=experiment.pool,
