@@ -29,9 +29,10 @@ class One:
     def score(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[int]:
         """How many of each client's samples its model gets right."""
         hits = []
-        for client, params in models:
-            x, y = bench.data.part(part).of(client)
-            hits.append((bench.task.predict(params, x).argmax(-1) == y).sum())
+        with _threads(bench):
+            for client, params in models:
+                x, y = bench.data.part(part).of(client)
+                hits.append((bench.task.predict(params, x).argmax(-1) == y).sum())
         return [int(h) for h in torch.stack(hits).tolist()] if hits else []
 
 

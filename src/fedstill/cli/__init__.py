@@ -1,0 +1,88 @@
+"""The command `fedstill`. Bad input is one line on stderr and status 2; training that cannot go on, status 1."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+
+from .. import __version__
+from ..errors import InputError, TrainingError, nearest
+from . import show, train
+
+Command: TypeAlias = Callable[[Sequence[str]], None]
+
+COMMANDS: dict[str, tuple[Command, str]] = {
+    "run": (train.run, "run one method: fedstill run METHOD, or fedstill run experiment.toml"),
+    "compare": (train.compare, "run several methods on the same data and set them side by side"),
+    "demo": (train.demo, "compare four methods on handwritten digits; a table and a picture in a minute"),
+    "resume": (train.resume, "go on with a run that was stopped"),
+    "methods": (show.methods, "the methods there are, with their papers and flags"),
+    "models": (show.models, "the models there are"),
+    "data": (show.data, "the data sets and partitions there are; 'fedstill data show' draws who has what"),
+}
+
+EXAMPLES = (
+    ("fedstill demo", "see it work"),
+    ("fedstill run pfedsd --rounds 20 --lam 0.5", "one method, its own flags"),
+    ("fedstill compare local fedavg pfedsd --partition shards:2", "side by side, on the same split"),
+    ("fedstill compare all --seeds 3 --out runs/all", "all methods, mean ± std over seeds, kept"),
+    ("fedstill data show --clients 10 --partition dirichlet:0.5", "who has which classes"),
+    ("fedstill run runs/all/pfedsd/seed-0/experiment.toml --lr 0.05", "a kept run again, one thing changed"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):  # a terminal that cannot write ± writes ?
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _dispatch(words)
+        sys.stdout.flush()
+    except InputError as error:
+        return _stop(str(error), 2)
+    except TrainingError as error:
+        return _stop(str(error), 1)
+    except KeyboardInterrupt as stopped:
+        return _stop(str(stopped) or "stopped", 130)
+    except torch.cuda.OutOfMemoryError:
+        return _stop("the GPU's memory is full: a smaller --cohort trains fewer clients at once", 1)
+    except BrokenPipeError:  # the reader has gone, as in `fedstill methods | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        return _stop(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
+    return 0
+
+
+def _dispatch(words: Sequence[str]) -> None:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview())
+    elif words[0] in ("-V", "--version"):
+        print(f"fedstill {__version__} (torch {torch.__version__}, Python {platform.python_version()})")
+    elif words[0] in COMMANDS:
+        COMMANDS[words[0]][0](words[1:])
+    else:
+        raise InputError("command", words[0], nearest(words[0], COMMANDS))
+
+
+def overview() -> str:
+    """What `fedstill` alone prints."""
+    lines = ["fedstill: personalised federated learning by distillation", "", "commands:"]
+    lines += [f"  {name:<9} {line}" for name, (_, line) in COMMANDS.items()]
+    width = max(len(command) for command, _ in EXAMPLES)
+    lines += ["", "examples:", *(f"  {command:<{width}}  # {what}" for command, what in EXAMPLES)]
+    lines += ["", "'fedstill COMMAND --help' lists a command's flags, 'fedstill --version' says the version."]
+    return "\n".join(lines)
+
+
+def _stop(message: str, status: int) -> int:
+    print(f"fedstill: {' '.join(message.split())}", file=sys.stderr)
+    return status

@@ -1,0 +1,157 @@
+"""A command's work: experiments that differ in their method only, each for several seeds; checked first, then run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .. import flags, settings, simulation
+from ..data import Federation
+from ..errors import InputError, Shown, TrainingError
+from ..experiment import Experiment
+from ..method import Method
+from ..methods import METHODS
+from ..report.text import Facts
+from ..simulation import Run
+from . import keep
+from .live import Watch, watch
+from .screen import results, say
+
+KEEPS = "nothing was written: --out FOLDER keeps the run (settings, metrics, checkpoints, picture)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is to run, and where it is kept."""
+
+    experiments: dict[str, Experiment]  # by method
+    seeds: int
+    out: Path | None
+    compares: bool  # each method has a folder of its own
+    replaces: bool = False  # an earlier demo in `out` goes
+
+    @property
+    def first(self) -> Experiment:
+        """The experiment that says what all share."""
+        return next(iter(self.experiments.values()))
+
+    def folder(self, label: str, seed: int) -> Path | None:
+        """A run's folder: `out`, with a part for the method and one for the seed where there are several."""
+        if self.out is None:
+            return None
+        return self.out / (label if self.compares else "") / (f"seed-{seed}" if self.seeds > 1 else "")
+
+
+@dataclasses.dataclass
+class Done:
+    """What a job has given so far."""
+
+    runs: dict[str, list[Run]] = dataclasses.field(default_factory=dict)
+    folders: dict[str, list[Path]] = dataclasses.field(default_factory=dict)
+    hashes: list[str] = dataclasses.field(default_factory=list)
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def plan(
+    methods: Sequence[Method], base: Experiment, given: Mapping[str, Any], compares: bool, replaces: bool = False
+) -> Job:
+    """The job that flags make of a base experiment; refuses a flag that none of the methods has."""
+    owners: dict[str, list[str]] = {}
+    for cls in METHODS.values():
+        for field in settings.fields_of(cls):
+            owners.setdefault(field.name, []).append(cls.id)
+    chosen = [method.id for method in methods]
+    for name in given:
+        if name in owners and not set(owners[name]) & set(chosen):
+            right = f"left out for {', '.join(chosen)}: it is a flag of {', '.join(owners[name])}"
+            raise InputError("flag", Shown(flags.flag(name)), right)
+    if given.get("out") == "":
+        raise InputError("--out", "", "a folder")
+    seeds = flags.whole(given, "seeds", 1)
+    shared = dataclasses.replace(base, **flags.take(Experiment, given))
+    built = [dataclasses.replace(method, **flags.take(type(method), given)) for method in methods]
+    experiments = {method.id: dataclasses.replace(shared, method=method) for method in built}
+    return Job(experiments, seeds, Path(given["out"]) if "out" in given else None, compares, replaces)
+
+
+def execute(job: Job) -> None:
+    """Run a job and report on it. Every experiment is checked before the first is run or anything is written."""
+    earlier = job.out is not None and job.replaces and keep.is_demo(job.out)
+    if job.out is not None and not earlier:
+        keep.check(job.out)
+    federation = simulation.federation_of(job.first)
+    for experiment in job.experiments.values():
+        simulation.from_experiment(experiment, federation)
+    facts = Facts.of(job.first, federation)
+    if job.out is not None and earlier:
+        keep.remove(job.out)
+    if job.out is not None and (job.compares or job.seeds > 1):
+        keep.save(job.out, job.experiments, {}, facts)  # marks the folder as ours from the beginning
+    sizes = [len(client.y_train) for client in federation.clients]
+    held = f"{min(sizes):,} to {max(sizes):,} training samples each"
+    say(f"{job.first.data}: {len(federation)} clients by {facts.partition}, {held}; model {job.first.model}")
+    done = Done()
+    with watch(list(job.experiments), job.first.rounds, job.seeds) as shown:
+        for number in range(job.seeds):
+            if number:
+                federation = simulation.federation_of(dataclasses.replace(job.first, seed=job.first.seed + number))
+            done.hashes.append(federation.hash)
+            _one_seed(job, number, federation, shown, done)
+    _report(job, done, dataclasses.replace(facts, hashes=tuple(done.hashes)))
+
+
+def _one_seed(job: Job, number: int, federation: Federation, shown: Watch, done: Done) -> None:
+    """All methods for one seed, on the same data; in a comparison one that fails does not stop the others."""
+    seed = job.first.seed + number
+    for label, experiment in job.experiments.items():
+        if label in done.failed:
+            continue
+        folder = job.folder(label, seed)
+        shown.start(label)
+
+        def progress(record: dict[str, Any], label: str = label) -> None:
+            shown.step(label, number, record)
+
+        try:
+            with stoppable(folder):
+                run = simulation.run(
+                    dataclasses.replace(experiment, seed=seed), out=folder, progress=progress, federation=federation
+                )
+        except TrainingError as error:
+            done.failed[label] = f"seed {seed}: {error}"
+            continue
+        done.runs.setdefault(label, []).append(run)
+        if folder is not None:
+            done.folders.setdefault(label, []).append(folder)
+
+
+def _report(job: Job, done: Done, facts: Facts) -> None:
+    """The table, what was kept, and what failed."""
+    if done.runs:
+        results([run for same in done.runs.values() for run in same], facts)
+        say()
+    if job.out is not None:
+        pairs = {label: list(zip(done.folders[label], runs, strict=True)) for label, runs in done.runs.items()}
+        if done.runs or job.compares:
+            keep.save(job.out, job.experiments, pairs, facts, done.failed)
+        if done.runs:
+            say(f"kept in {job.out}")
+            say(keep.draw(job.out, done.runs, facts))
+    elif done.runs:
+        say(KEEPS)
+    if done.failed:
+        raise TrainingError("; ".join(f"{label}, {why}" for label, why in done.failed.items()))
+
+
+@contextmanager
+def stoppable(folder: Path | None) -> Iterator[None]:
+    """Within, an interrupt says how to go on where the run is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if folder is not None and (folder / keep.RUN).is_file():
+            raise KeyboardInterrupt(f"stopped; 'fedstill resume {folder}' goes on with this run") from None
+        raise

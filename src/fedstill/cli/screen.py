@@ -1,0 +1,70 @@
+"""What goes to the screen: coloured with rich where it is installed and stdout is a terminal, plain text otherwise."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..report.bubbles import Counts, bubbles, sizes
+from ..report.text import Facts, columns, notes, rows, table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..simulation import Run
+
+
+def console() -> Console | None:
+    """Rich's console where stdout is a terminal that can do more than plain lines, else None."""
+    if not sys.stdout.isatty():
+        return None
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    found = Console(highlight=False)
+    return None if found.is_dumb_terminal else found
+
+
+def say(line: str = "") -> None:
+    """A plain line, at once."""
+    print(line, flush=True)
+
+
+def results(runs: Sequence[Run], facts: Facts) -> None:
+    """The table of results."""
+    screen = console()
+    if screen is None:
+        say("\n" + table(runs, facts))
+        return
+    from rich import box
+    from rich.table import Table
+
+    found = rows(runs)
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    cells = columns(found)
+    for i, (heading, _) in enumerate(cells):
+        grid.add_column(heading, justify="right" if i else "left", no_wrap=i < 2)
+    for i, row in enumerate(found):
+        grid.add_row(*(texts[i] for _, texts in cells), style="bold green" if row.best else "")
+    screen.print(grid)
+    for line in notes(runs, found, facts):
+        screen.print(line, style="dim", markup=False)
+
+
+def holdings(counts: Counts) -> None:
+    """The clients × classes bubbles."""
+    screen = console()
+    lines = bubbles(counts, width=screen.width if screen else 100)
+    if screen is None:
+        say("\n".join([*lines, sizes(counts)]))
+        return
+    from rich.text import Text
+
+    for line in lines:
+        text = Text(line)
+        text.highlight_regex(r"[·•●⬤]", "cyan")
+        text.highlight_regex(r"^ +class.*|^client +\d+|^….*|^samples.*", "dim")
+        screen.print(text, no_wrap=True, overflow="crop")
+    screen.print(sizes(counts))

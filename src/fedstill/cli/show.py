@@ -1,0 +1,166 @@
+"""The commands that tell what there is: methods, models, data."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import flags, settings, simulation
+from .. import models as model_registry
+from ..data import catalogue
+from ..data.download import REMOTES
+from ..data.source import root_of
+from ..errors import InputError, nearest
+from ..experiment import Experiment
+from ..method import Method
+from ..methods import METHODS, get
+from ..report import figures
+from ..report.text import partition_of
+from . import screen
+from .screen import say
+
+PARTITIONS = {
+    "auto": "by owner or domain where the data has them, else dirichlet:0.1",
+    "iid": "equal sizes, samples at random",
+    "dirichlet:α": "each class divided by shares from Dir(α): the smaller α, the more uneven classes and sizes",
+    "balanced-dirichlet:α": "the same with equal sizes",
+    "shards:s": "sorted by label and cut into shards, s of them to each client",
+    "classes:S": "exactly S classes to each client",
+    "lognormal:σ": "samples at random, sizes by lognormal(0, σ)",
+    "domain": "one client for each domain, as in --data mnist+usps",
+    "owner": "one client for each owner that the data names (silos, synthetic)",
+    "file:PATH": "as a saved partition.json says",
+}
+OWN = (
+    ("A+B[@SIZE]", "several of these, each a domain; @SIZE resizes the images"),
+    ("FILE.npz", "your arrays: x, y (or train_x, train_y, test_x, test_y)"),
+    ("FOLDER[@SIZE]", "your images in class folders (also train/… and test/…, or domain/class/…)"),
+    ("FOLDER", "your silos: one CSV or npz file for each client"),
+)
+SHOWN = ("data", "data_root", "clients", "partition", "split", "pool", "seed")
+SUFFIXES = (".png", ".pdf", ".svg")
+
+
+def methods(argv: Sequence[str]) -> None:
+    """`fedstill methods [NAME]`."""
+    about = "List the methods with their flags; with NAME also the method's equations and the choices it makes."
+    found = _words(flags.Parser("methods", about, "[NAME]", ("fedstill methods", "fedstill methods pfedsd")), argv, 1)
+    if found is None:
+        return
+    if found[1]:
+        cls = get(found[1][0])
+        doc = inspect.getdoc(sys.modules[cls.__module__]) or ""
+        say("\n".join([doc, "", *_method(cls)]))
+        return
+    for cls in METHODS.values():
+        say("\n".join([*_method(cls), ""]))
+    say("'fedstill methods NAME' shows equations and choices, 'fedstill run NAME' runs it.")
+
+
+def _method(cls: type[Method]) -> list[str]:
+    """A method's line, with its flags beneath."""
+    line = (inspect.getdoc(cls) or "").partition("\n")[0]
+    lines = [f"{cls.id:<10} {line}{f' ({cls.paper})' if cls.paper else ''}"]
+    hints = settings.types_of(cls)
+    own = settings.fields_of(cls)
+    width = max((len(flags.flag(field.name)) for field in own), default=0)
+    lines += [f"    {flags.flag(f.name):<{width}}  {flags.describe(f, hints[f.name])}" for f in own]
+    return lines
+
+
+def models(argv: Sequence[str]) -> None:
+    """`fedstill models`."""
+    about = "List the models. Each fits its first layer to the data's shape and its last to the number of classes."
+    if _words(flags.Parser("models", about, "", ("fedstill models",)), argv, 0) is None:
+        return
+    width = max(map(len, model_registry.MODELS))
+    for name, (_, line) in model_registry.MODELS.items():
+        say(f"{name:<{width}}  {line}")
+    say("\n'--model NAME' takes one; from Python, fedstill.simulate takes any nn.Module.")
+
+
+def data(argv: Sequence[str]) -> None:
+    """`fedstill data` and `fedstill data show`."""
+    if argv and not argv[0].startswith("-"):
+        if argv[0] != "show":
+            raise InputError("argument", argv[0], nearest(argv[0], ["show"]))
+        return _show(argv[1:])
+    about = "List the data sets and the partitions; 'fedstill data show' draws who has what."
+    parser = flags.Parser("data", about, "[show]", ("fedstill data", "fedstill data show --partition shards:2"))
+    flags.add(parser, Experiment, ("data_root",))
+    found = _words(parser, argv, 0)
+    if found is None:
+        return
+    root = flags.take(Experiment, found[0]).get("data_root") or None
+    entries = catalogue(root)
+    width = max(len(name) for name in (*(e.name for e in entries), *(n for n, _ in OWN), *PARTITIONS))
+    say(f"--data: by name (files are under {root_of(root)}; --data-root or FEDSTILL_DATA names another folder)")
+    for entry in entries:
+        say(f"  {entry.name:<{width}}  {entry.line}{_presence(entry.present, entry.name, entry.files)}")
+    for name, line in OWN:
+        say(f"  {name:<{width}}  {line}")
+    say("\n--partition: how the samples are divided among --clients")
+    for name, line in PARTITIONS.items():
+        say(f"  {name:<{width}}  {line}")
+    say("\n'fedstill data show --data NAME --partition P --clients N' draws who has what.")
+    return None
+
+
+def _presence(present: bool, name: str, files: Sequence[str]) -> str:
+    if present:
+        return " [here]" if files else ""
+    return " [downloaded when first used]" if name in REMOTES else f" [wants {', '.join(files)}]"
+
+
+def _show(argv: Sequence[str]) -> None:
+    """`fedstill data show`."""
+    about = "Draw how many samples of each class every client has, in the terminal and, with --out, as a picture."
+    examples = ("fedstill data show", "fedstill data show --clients 50 --partition classes:2 --out who-has-what.png")
+    parser = flags.Parser("data show", about, "", examples)
+    group = parser.add_argument_group("results")
+    flags.plain(parser, group, "out", "the picture's file [default none]", "FILE.png", "a file that ends in .png")
+    flags.add(parser, Experiment, SHOWN)
+    found = _words(parser, argv, 0)
+    if found is None:
+        return
+    given = found[0]
+    out = _picture(given["out"]) if "out" in given else None
+    with flags.named(given):
+        experiment = Experiment(**flags.take(Experiment, given))
+        federation = simulation.federation_of(experiment)
+    counts = federation.counts()
+    screen.holdings(counts)
+    line = f"{experiment.data}: {len(federation)} clients by {partition_of(federation)}, seed {experiment.seed}"
+    say(f"{line}; partition hash {federation.hash}")
+    if out is not None:
+        note = (
+            f"area of a bubble: a client's samples of a class in all its parts; partition hash {federation.hash[:12]}"
+        )
+        figures.bubbles(counts, out, line, note)
+        say(f"picture: {out}")
+
+
+def _picture(text: str) -> Path:
+    """The file to draw into, refused before any work where it cannot be one."""
+    path = Path(text)
+    if path.suffix.lower() not in SUFFIXES or path.is_dir():
+        raise InputError("--out", text, f"a file that ends in {', '.join(SUFFIXES)}")
+    if not path.absolute().parent.is_dir():
+        raise InputError("--out", text, "a file in a folder that is there")
+    if not figures.available():
+        raise InputError("--out", text, f"left out: {figures.MISSING}")
+    return path
+
+
+def _words(parser: flags.Parser, argv: Sequence[str], most: int) -> tuple[dict[str, Any], list[str]] | None:
+    """The given flags and at most so many words; None where help was asked for and given."""
+    given, words = parser.read(argv)
+    if "help" in given:
+        parser.print_help()
+        return None
+    if len(words) > most:
+        raise InputError("argument", words[most], f"left out ('fedstill {parser.command} --help')")
+    return given, words

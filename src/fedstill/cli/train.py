@@ -1,0 +1,171 @@
+"""The commands that train: run, compare, demo, resume."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import flags, simulation
+from ..errors import InputError, Shown, nearest
+from ..experiment import Experiment
+from ..methods import METHODS, get
+from ..report.text import Facts
+from . import keep
+from .job import execute, plan, stoppable
+from .live import watch
+from .screen import results, say
+
+DEMO = ("local", "fedavg", "fedrep", "pfedsd")
+
+
+@dataclass(frozen=True)
+class Face:
+    """How a command shows itself in its help, and which methods' flags it takes."""
+
+    command: str
+    words: str
+    about: str
+    examples: tuple[str, ...]
+    out: str = "none: nothing is written"
+    methods: tuple[str, ...] = tuple(METHODS)
+
+    def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]] | None:
+        """The given flags and words; None where help was asked for and given (for the methods that were named)."""
+        parser = self.parser(self.methods)
+        given, words = parser.read(argv)
+        if "help" not in given:
+            return given, words
+        named = tuple(word for word in words if word in self.methods)
+        (self.parser(named) if named else parser).print_help()
+        return None
+
+    def parser(self, methods: Sequence[str]) -> flags.Parser:
+        """The flags of the command, of these methods and of the experiment."""
+        parser = flags.Parser(self.command, self.about, self.words, self.examples)
+        group = parser.add_argument_group("results")
+        help = f"folder for all that the run leaves [default {self.out}]"
+        flags.plain(parser, group, "out", help, "FOLDER", "a folder")
+        help = "run the seeds seed … seed+N−1 and report mean ± std over them [at least 1; default 1]"
+        flags.plain(parser, group, "seeds", help, "N", "a whole number at least 1")
+        flags.add_methods(parser, {name: METHODS[name] for name in methods})
+        flags.add(parser, Experiment)
+        return parser
+
+
+RUN = Face(
+    "run",
+    "METHOD|FILE.toml",
+    "Run one method with the settings that flags give, or a TOML file whose values flags override. With --out it "
+    "leaves a folder that 'fedstill resume' goes on with; its experiment.toml holds all settings and runs again. "
+    "'fedstill run METHOD --help' shows that method's flags only; 'fedstill methods' lists the methods.",
+    (
+        "fedstill run pfedsd",
+        "fedstill run fedprox --mu 0.1 --rounds 100 --partition shards:2 --out runs/fedprox",
+        "fedstill run pfedsd --clients 100 --participation 0.1 --seeds 3",
+        "fedstill run runs/fedprox/experiment.toml --mu 1",
+    ),
+)
+COMPARE = Face(
+    "compare",
+    "[METHOD…]",
+    "Run several methods on the same data, partition and model, and set them side by side. METHOD 'all' is every "
+    f"method; none means {' '.join(DEMO)}. A method's own flags go to the methods that have them. "
+    "With --out: a folder for each run, summary.json and figure.png.",
+    (
+        "fedstill compare local fedavg pfedsd",
+        "fedstill compare fedavg fedprox scaffold --partition classes:2 --mu 0.1",
+        "fedstill compare all --seeds 3 --out runs/all",
+    ),
+)
+SHOW = Face(
+    "demo",
+    "",
+    f"Compare {', '.join(DEMO)} on 1,797 handwritten digits, divided unevenly among 20 clients. "
+    "Nothing is downloaded. Writes the runs, summary.json and figure.png into --out, in place of an earlier demo.",
+    ("fedstill demo", "fedstill demo --rounds 10 --out /tmp/demo"),
+    out="fedstill-demo",
+    methods=DEMO,
+)
+
+
+def run(argv: Sequence[str]) -> None:
+    """`fedstill run`."""
+    found = RUN.read(argv)
+    if found is None:
+        return
+    given, words = found
+    if not words:
+        raise InputError(
+            "method", Shown("nothing"), f"a method {nearest('', METHODS)} or a TOML file: fedstill run METHOD"
+        )
+    if len(words) > 1:
+        raise InputError("argument", words[1], "left out: 'fedstill compare' runs several methods")
+    name = words[0]
+    if name not in METHODS and (name.endswith(".toml") or Path(name).is_file()):
+        base = Experiment.from_toml(name)
+    else:
+        base = Experiment(method=get(name)())
+    with flags.named(given):
+        execute(plan([base.method], base, given, compares=False))
+
+
+def compare(argv: Sequence[str]) -> None:
+    """`fedstill compare`."""
+    found = COMPARE.read(argv)
+    if found is None:
+        return
+    given, words = found
+    chosen = {name: get(name) for name in (words or DEMO) if name != "all"}
+    if "all" in words:
+        chosen = METHODS
+    with flags.named(given):
+        execute(plan([cls() for cls in chosen.values()], Experiment(), given, compares=True))
+
+
+def demo(argv: Sequence[str]) -> None:
+    """`fedstill demo`."""
+    found = SHOW.read(argv)
+    if found is None:
+        return
+    given, words = found
+    if words:
+        raise InputError("argument", words[0], "left out: 'fedstill compare METHOD…' runs other methods")
+    given.setdefault("out", SHOW.out)
+    with flags.named(given):
+        execute(plan([get(name)() for name in DEMO], Experiment(), given, compares=True, replaces=True))
+
+
+def resume(argv: Sequence[str]) -> None:
+    """`fedstill resume`."""
+    parser = flags.Parser(
+        "resume",
+        "Go on with a run from its newest checkpoint, to the same bits as if it had never stopped. FOLDER is what "
+        "--out made; of a comparison or of several seeds, the folder of one run in it.",
+        "FOLDER",
+        ("fedstill resume runs/fedprox", "fedstill resume runs/all/pfedsd/seed-0"),
+    )
+    given, words = parser.read(argv)
+    if "help" in given:
+        parser.print_help()
+        return
+    if len(words) != 1:
+        raise InputError(
+            "folder", Shown(" ".join(words) or "nothing"), "one folder that 'fedstill run --out FOLDER' made"
+        )
+    folder = Path(words[0])
+    if not (folder / keep.RUN).is_file():
+        inside = keep.run_folders(folder)
+        hint = f", such as {inside[0]}" if inside else ""
+        raise InputError("folder", str(folder), f"the folder of a run, which holds {keep.RUN}{hint}")
+    experiment = Experiment.from_toml(folder / keep.RUN)
+    label = experiment.method.id
+    with watch([label], experiment.rounds) as shown, stoppable(folder):
+        done = simulation.resume(folder, progress=lambda record: shown.step(label, 0, record))
+        shown.whole(label, done.history[-1])
+    facts = Facts.of(experiment, simulation.federation_of(experiment))
+    keep.save(folder, {label: experiment}, {label: [(folder, done)]}, facts)
+    results([done], facts)
+    say()
+    say(keep.draw(folder, {label: [done]}, facts))

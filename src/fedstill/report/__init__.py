@@ -1,0 +1,1 @@
+"""What a person reads: tables (`text`), pictures (`figures`), one record of results (`summary`)."""

@@ -1,0 +1,191 @@
+"""Results as pictures (matplotlib; drawn without a screen and without global state)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..evaluate import Evaluation
+from .bubbles import Counts
+from .text import UNKNOWN, Facts, facts_line, scored
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from ..simulation import Run
+
+MISSING = "pip install 'fedstill[figures]' draws pictures (matplotlib is not installed)"
+# Okabe & Ito's colours, which readers with any colour vision can tell apart; yellow left out: too pale for a line
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+STROKES = ("-", "--", ":", "-.")  # one a pass through the colours
+INK, PALE = "#222222", "#8a8a8a"
+CLIENTS = 100  # the most that a bubble chart shows
+
+
+def compare_figure(runs: Mapping[str, Sequence[Run]], path: str | Path, facts: Facts = UNKNOWN) -> None:
+    """Left: personal accuracy by round, with a band of ± std where there are several seeds. Right: the clients of the
+    last round, each a dot, under a box of their quartiles; best mean on top."""
+    figure = _figure(11.5, max(4.6, 2.2 + 0.42 * len(runs)))
+    left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
+    styles = {
+        label: (COLOURS[i % len(COLOURS)], STROKES[i // len(COLOURS) % len(STROKES)]) for i, label in enumerate(runs)
+    }
+    final = {label: float(np.mean([Evaluation().of(run.history) for run in same])) for label, same in runs.items()}
+    order = sorted(runs, key=lambda label: -final[label])
+    _curves(left, runs, order, styles)
+    _clients(right, runs, order, styles, final)
+    seeds = max(len(same) for same in runs.values())
+    known = facts_line(facts)
+    where = f" on {facts.data}, {facts.clients} clients" if facts.data else ""
+    title = f"Personal accuracy{where}" if len(runs) > 1 else f"{order[0]}: personal accuracy{where}"
+    figure.legend(  # above the panels, where it hides no line
+        *left.get_legend_handles_labels(), loc="outside upper left", ncols=8, frameon=False, fontsize=10, title=title,
+        title_fontproperties={"size": 14, "weight": "bold"}, alignment="left", borderpad=0.2,
+    )  # fmt: skip
+    below = [f"Score: {Evaluation()}, each on its own test data" + (f"; {seeds} seeds" if seeds > 1 else "")]
+    _note(figure, "\n".join([*below, *([known] if known else [])]))
+    _save(figure, path)
+
+
+def _curves(axes: Axes, runs: Mapping[str, Sequence[Run]], order: Sequence[str], styles: Mapping[str, Any]) -> None:
+    for label in order:
+        colour, stroke = styles[label]
+        rounds, values = _by_round(runs[label], "personal")
+        mean = values.mean(axis=0)
+        mark = "o" if len(rounds) == 1 else ""
+        axes.plot(rounds, mean, color=colour, linestyle=stroke, linewidth=2, marker=mark, label=label)
+        if len(values) > 1:
+            spread = values.std(axis=0, ddof=1)
+            axes.fill_between(rounds, mean - spread, mean + spread, color=colour, alpha=0.18, linewidth=0)
+        if len(runs) == 1 and "generic_client" in scored(runs[label][0]) and "personal" in runs[label][0].method.scores:
+            rounds, values = _by_round(runs[label], "generic_client")
+            mean = values.mean(axis=0)
+            axes.plot(rounds, mean, color=PALE, linestyle="--", linewidth=1.6, marker=mark, label="generic model")
+    band = ", band: ± std over seeds" if max(map(len, runs.values())) > 1 else ""
+    axes.set_title(f"Mean over clients{band}", loc="left", fontsize=11, color=INK)
+    axes.set_xlabel("communication round")
+    axes.set_ylabel("test accuracy (%)")
+    _whole(axes)
+    axes.margins(x=0.02)
+    axes.grid(axis="y", color="#e6e6e6")
+
+
+def _by_round(runs: Sequence[Run], key: str) -> tuple[list[int], NDArray[np.float64]]:
+    """The rounds that were scored, and a row of percentages for each run."""
+    histories = [[record for record in run.history if key in record] for run in runs]
+    rounds = [int(record["round"]) for record in histories[0]]
+    return rounds, 100 * np.array([[float(record[key]) for record in history] for history in histories])
+
+
+def _clients(
+    axes: Axes,
+    runs: Mapping[str, Sequence[Run]],
+    order: Sequence[str],
+    styles: Mapping[str, Any],
+    final: Mapping[str, float],
+) -> None:
+    for row, label in enumerate(reversed(order)):
+        colour, _ = styles[label]
+        rates = 100 * np.array([rate for run in runs[label] for rate in scored(run)["personal_clients"].values()])
+        low, first, middle, third, high = np.percentile(rates, (10, 25, 50, 75, 90))
+        axes.hlines([row, row], [low, third], [first, high], color=colour, linewidth=1.2)
+        axes.barh(row, third - first, left=first, height=0.56, color=colour, alpha=0.16)
+        axes.vlines(middle, row - 0.28, row + 0.28, color=colour, linewidth=1.4)
+        # a low-discrepancy sequence spreads the dots without chance, so the same run gives the same picture
+        spread = (np.arange(len(rates)) * 0.6180339887 % 1 - 0.5) * 0.44
+        many = len(rates) > 400
+        axes.scatter(rates, row + spread, s=4 if many else 16, color=colour, alpha=0.35 if many else 0.6, linewidths=0)
+        axes.scatter([100 * final[label]], [row], marker="D", s=44, color=colour, edgecolors="white", zorder=5)
+        axes.annotate(
+            f"{100 * final[label]:.1f}", (1.015, row), xycoords=("axes fraction", "data"), va="center", fontsize=9.5,
+            color=colour, fontweight="bold", annotation_clip=False,
+        )  # fmt: skip
+    axes.set_yticks(range(len(order)), list(reversed(order)))
+    middle_row, reach = (len(order) - 1) / 2, max(len(order), 3) / 2 + 0.1
+    axes.set_ylim(middle_row - reach, middle_row + reach)
+    axes.set_title("Clients after the last round", loc="left", fontsize=11, color=INK)
+    axes.set_xlabel("test accuracy (%): dots clients, diamond mean,\nbox quartiles, line median, whiskers 10–90 %")
+    axes.grid(axis="x", color="#e6e6e6")
+    axes.tick_params(axis="y", length=0)
+
+
+def bubbles(counts: Counts, path: str | Path, title: str = "", note: str = "") -> None:
+    """Clients × classes, each bubble's area by the number of samples."""
+    whole, classes = counts.shape
+    counts = counts[:CLIENTS]
+    clients = len(counts)
+    cell = min(0.36, 14 / max(clients, classes))  # inches
+    figure = _figure(max(5.5, 2.0 + cell * clients), max(2.6, 1.3 + cell * classes))
+    axes = figure.subplots()
+    largest = int(counts.max())
+    client, label = np.nonzero(counts)
+    area = (0.92 * 72 * cell) ** 2  # of the largest bubble, in square points: it just fits its cell
+    axes.scatter(client, label, s=area * counts[client, label] / largest, color=COLOURS[0], alpha=0.85, linewidths=0)
+    axes.set_xlim(-0.8, clients - 0.2)
+    axes.set_ylim(-0.8, classes - 0.2)
+    axes.set_xticks(range(0, clients, 1 if clients <= 40 else 5))
+    axes.set_yticks(range(0, classes, 1 if classes <= 40 else 5))
+    axes.set_xlabel("client")
+    axes.set_ylabel("class")
+    axes.set_axisbelow(True)
+    axes.grid(color="#efefef")
+    shown = f" (the first {clients} of {whole:,} clients)" if whole > clients else ""
+    axes.set_title(f"{title or 'Samples of each class at each client'}{shown}", loc="left", fontsize=12, color=INK)
+    steps = sorted({max(1, round(largest * share)) for share in (0.1, 0.5, 1.0)})
+    marks = [axes.scatter([], [], s=area * n / largest, color=COLOURS[0], alpha=0.85, linewidths=0) for n in steps]
+    axes.legend(
+        marks, [f"{n:,}" for n in steps], title="samples", frameon=False, loc="upper left", bbox_to_anchor=(1.005, 1.0),
+        borderaxespad=0, labelspacing=0.5 + 3 * cell, handletextpad=0.4 + 2 * cell,
+    )  # fmt: skip
+    if note:
+        _note(figure, note)
+    _save(figure, path)
+
+
+def available() -> bool:
+    """Whether pictures can be drawn."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _whole(axes: Axes) -> None:
+    """Whole numbers only along the horizontal axis."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _note(figure: Figure, text: str) -> None:
+    """Small print at the bottom left."""
+    figure.supxlabel(text, x=0.012, ha="left", fontsize=8.5, color="#555555")
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained", dpi=150, facecolor="white")
+
+
+def _save(figure: Figure, path: str | Path) -> None:
+    """Write the picture whole or not at all; a Figure of its own draws with Agg (or the format's own backend)."""
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color("#bbbbbb")
+        axes.tick_params(colors="#444444", labelsize=9.5)
+        axes.set_axisbelow(True)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.stem}.part{path.suffix}")
+    try:
+        figure.savefig(part)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,216 @@
+"""Results as text. `rows` computes the numbers once; `table` writes them plainly, the command line also in colour."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import settings
+from ..evaluate import Evaluation
+
+if TYPE_CHECKING:
+    from ..data import Federation
+    from ..experiment import Experiment
+    from ..simulation import Run
+
+NONE = "–"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a table is a result of, as far as it is known."""
+
+    data: str = ""
+    clients: int = 0
+    partition: str = ""
+    hashes: tuple[str, ...] = ()  # one a seed
+    model: str = ""
+    common: bool = False  # the generic model is scored on a test set that belongs to nobody
+
+    @classmethod
+    def of(cls, experiment: Experiment, federation: Federation, hashes: Sequence[str] = ()) -> Facts:
+        """From an experiment and its data."""
+        return cls(
+            data=experiment.data,
+            clients=len(federation),
+            partition=partition_of(federation),
+            hashes=tuple(hashes) or (federation.hash,),
+            model=experiment.model,
+            common=federation.test is not None,
+        )
+
+
+UNKNOWN = Facts()
+
+
+def partition_of(federation: Federation) -> str:
+    """How a federation was divided, as one would write it after --partition."""
+    kind, parameter = federation.partition_record["kind"], federation.partition_record.get("parameter")
+    return str(kind) if parameter is None else f"{kind}:{parameter}"
+
+
+@dataclass(frozen=True)
+class Stat:
+    """A number and its spread (over seeds where there are several, else over clients where that is known)."""
+
+    value: float
+    spread: float | None = None
+
+    def percent(self) -> str:
+        """In per cent, aligned when written under one another."""
+        spread = "" if self.spread is None else f" ± {100 * self.spread:5.2f}"
+        return f"{100 * self.value:.2f}{spread}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method's results."""
+
+    label: str
+    seeds: int
+    personal: Stat
+    worst: Stat
+    sample: Stat
+    generic: Stat | None
+    seconds: float
+    serves: bool  # it has no personal model: the generic one serves every client
+    best: bool = False
+
+
+def scored(run: Run) -> dict[str, Any]:
+    """The record of the last round that was scored."""
+    return next(record for record in reversed(run.history) if "personal_clients" in record)
+
+
+def seconds(run: Run) -> float:
+    """How long the rounds took, those before a resume included."""
+    return float(sum(record["seconds"] for record in run.history))
+
+
+def grouped(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs that differ only in their seed together, under a label that tells the groups apart."""
+    together: dict[tuple[Any, ...], list[Run]] = {}
+    for run in runs:
+        together.setdefault((run.method.id, *_choices(run).items()), []).append(run)
+    ids = [key[0] for key in together]
+    groups: dict[str, list[Run]] = {}
+    for key, same in together.items():
+        label = str(key[0])
+        if ids.count(key[0]) > 1:
+            others = [_choices(g[0]) for k, g in together.items() if k[0] == key[0]]
+            mine = _choices(same[0])
+            told = [f"{name}={mine[name]}" for name in mine if len({other.get(name) for other in others}) > 1]
+            label = " ".join([label, *told])
+        groups[label] = same
+    return groups
+
+
+def _choices(run: Run) -> dict[str, Any]:
+    values = {**settings.values_of(run.training), **settings.values_of(run.method)}
+    return {name: value for name, value in values.items() if name != "seed"}
+
+
+def rows(runs: Sequence[Run]) -> list[Row]:
+    """A row for each method, best personal accuracy first."""
+    found = [_row(label, same) for label, same in grouped(runs).items()]
+    found.sort(key=lambda row: -row.personal.value)
+    if len(found) < 2:
+        return found
+    top = found[0].personal.value
+    return [Row(**{**vars(row), "best": row.personal.value == top}) for row in found]
+
+
+def _row(label: str, runs: Sequence[Run]) -> Row:
+    records = [scored(run) for run in runs]
+    contract = Evaluation()
+    personal = _stat([contract.of(run.history) for run in runs])
+    if len(runs) == 1:
+        personal = Stat(personal.value, float(records[0]["personal_std"]))
+    has_generic = all("generic" in record for record in records)
+    return Row(
+        label=label,
+        seeds=len(runs),
+        personal=personal,
+        worst=_stat([record["personal_worst"] for record in records]),
+        sample=_stat([record["personal_sample"] for record in records]),
+        generic=_stat([record["generic"] for record in records]) if has_generic else None,
+        seconds=float(np.mean([seconds(run) for run in runs])),
+        serves="personal" not in runs[0].method.scores,
+    )
+
+
+def _stat(values: Sequence[float]) -> Stat:
+    """The mean; with several values also the sample standard deviation (n − 1)."""
+    return Stat(float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None)
+
+
+def columns(found: Sequence[Row]) -> list[tuple[str, list[str]]]:
+    """The table's columns: a heading and a text for each row."""
+    many = any(row.seeds > 1 for row in found)
+
+    def column(heading: str, cell: Callable[[Row], str]) -> tuple[str, list[str]]:
+        return heading, [cell(row) for row in found]
+
+    out = [
+        column("method", lambda row: row.label + (" *" if row.best else "")),
+        column("personal %", lambda row: row.personal.percent()),
+        column("worst 10 % of clients", lambda row: row.worst.percent()),
+        column("per sample %", lambda row: row.sample.percent()),
+        column("generic %", lambda row: row.generic.percent() if row.generic else NONE),
+        column("seconds", lambda row: f"{row.seconds:.1f}"),
+    ]
+    return [*out, column("seeds", lambda row: str(row.seeds))] if many else out
+
+
+def notes(runs: Sequence[Run], found: Sequence[Row], facts: Facts = UNKNOWN) -> list[str]:
+    """What stands below a table: the evaluation contract, what ± is, and what the result is a result of."""
+    training = runs[0].training
+    many = any(row.seeds > 1 for row in found)
+    spread = "± standard deviation over " + ("seeds (n − 1); seconds per seed" if many else "clients")
+    lines = [f"personal %: {Evaluation()}; {spread}"]
+    if any(row.generic for row in found):
+        lines.append(f"generic %: the one model for everybody, on {_generic_on(facts)}")
+    serving = [row.label for row in found if row.serves]
+    if serving:
+        lines.append(f"{', '.join(serving)}: no personal model, so the generic one serves every client")
+    if any(row.best for row in found):
+        lines.append("* best personal accuracy")
+    lines += [facts_line(facts)] if facts.data or facts.model else []
+    rounds = f"{training.rounds} rounds, participation {training.participation:g}, {training.epochs} local epochs"
+    lines.append(f"{rounds}, batch {training.batch_size}, lr {training.lr:g}; engine {runs[0].engine}")
+    return lines
+
+
+def _generic_on(facts: Facts) -> str:
+    return "the common test set" if facts.common else "all clients' test samples, each counting alike"
+
+
+def facts_line(facts: Facts) -> str:
+    """Data, partition and model in one line."""
+    known = [
+        f"data {facts.data}" if facts.data else "",
+        f"{facts.clients} clients" if facts.clients else "",
+        f"partition {facts.partition}" if facts.partition else "",
+        f"model {facts.model}" if facts.model else "",
+    ]
+    hashes = ", ".join(found[:12] for found in facts.hashes)
+    return ", ".join(part for part in known if part) + (f"; partition hash {hashes}" if hashes else "")
+
+
+def table(runs: Sequence[Run], facts: Facts = UNKNOWN) -> str:
+    """The results as plain, aligned text."""
+    found = rows(runs)
+    cells = columns(found)
+    widths = [max(len(heading), *map(len, texts)) for heading, texts in cells]
+    lines = [_line([heading for heading, _ in cells], widths), "  ".join("─" * width for width in widths)]
+    lines += [_line([texts[i] for _, texts in cells], widths) for i in range(len(found))]
+    return "\n".join([*(line.rstrip() for line in lines), "", *notes(runs, found, facts)])
+
+
+def _line(texts: Sequence[str], widths: Sequence[int]) -> str:
+    """The first column to the left, numbers to the right."""
+    first, *rest = zip(texts, widths, strict=True)
+    return "  ".join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in rest)])

@@ -1,0 +1,151 @@
+"""Tables, summaries and pictures of results, by numbers worked out on paper."""
+
+import json
+
+import numpy as np
+import pytest
+
+import fedstill as fs
+from fedstill.evaluate import Scores, summary
+from fedstill.report import bubbles, figures, text
+from fedstill.report.summary import ours
+from fedstill.report.summary import summary as summarise
+from fedstill.simulation import Run
+from tests.problems import Plain, ragged
+
+FACTS = text.Facts("digits", 3, "iid", ("0123456789abcdef",), "mlp")
+
+
+def made(method: fs.Method, hits: list[int], seed: int = 0, **training) -> Run:
+    """A run whose last scored round has these right answers of 10, 10 and 80."""
+    models = {"personal": hits, **{name: hits for name in method.scores}}
+    history = [
+        {
+            "round": 1,
+            "participants": [0],
+            "loss": 1.0,
+            "seconds": 1.5,
+            **summary(Scores([0, 1, 2], [10, 10, 80], models)),
+        },
+        {"round": 2, "participants": [0], "loss": 1.0, "seconds": 2.0},
+        {
+            "round": 3,
+            "participants": [0],
+            "loss": 1.0,
+            "seconds": 0.5,
+            **summary(Scores([0, 1, 2], [10, 10, 80], models)),
+        },
+    ]
+    return Run(method, fs.Training(rounds=3, seed=seed, **training), "one", history, 0.0, None, {}, None)  # type: ignore[arg-type]
+
+
+def test_one_run() -> None:
+    lines = text.table([made(fs.PFedSD(), [9, 5, 8])], FACTS).splitlines()
+    assert " ".join(lines[0].split()) == ("method personal % worst 10 % of clients per sample % generic % seconds")
+    # mean of 0.9, 0.5, 0.1; their spread √(0.32/3); the worst client; 22 of 100 samples; 1.5 + 2 + 0.5 seconds
+    assert lines[2].split() == ["pfedsd", "50.00", "±", "32.66", "10.00", "22.00", "22.00", "4.0"]
+    assert "personal model, all clients, mean per client, last round; ± standard deviation over clients" in lines[4]
+    assert "data digits, 3 clients, partition iid, model mlp; partition hash 0123456789ab" in lines
+    assert lines[-1].startswith("3 rounds, participation 1, 5 local epochs, batch 64, lr 0.01")
+
+
+def test_columns_are_aligned() -> None:
+    lines = text.table([made(fs.PFedSD(), [10, 10, 80]), made(fs.Local(), [1, 0, 8])]).splitlines()
+    assert len({len(line) for line in lines[:4]}) == 1
+    assert lines[2].index("±") == lines[3].index("±")
+
+
+def test_the_best_is_first_and_marked_and_what_is_missing_is_a_dash() -> None:
+    table = text.table([made(fs.Local(), [9, 5, 8]), made(fs.FedAvg(), [10, 10, 80])])
+    lines = table.splitlines()
+    assert lines[2].startswith("fedavg *")
+    assert lines[3].split()[0] == "local"
+    assert lines[3].split()[-2:] == [text.NONE, "4.0"]
+    assert "fedavg: no personal model, so the generic one serves every client" in table
+
+
+def test_seeds_of_one_method_are_one_row() -> None:
+    runs = [made(fs.FedRep(), [5, 5, 40], seed=0), made(fs.FedRep(), [7, 7, 56], seed=1)]
+    table = text.table(runs)
+    # 50 and 70 per cent: mean 60, sample deviation √(2·10²/1)
+    row = table.splitlines()[2].split()
+    assert row[:4] == ["fedrep", "60.00", "±", "14.14"]
+    assert row[-1] == "2"
+    assert "over seeds (n − 1)" in table
+
+
+def test_rows_that_differ_in_a_setting_say_which() -> None:
+    runs = [made(fs.PFedSD(lam=0.5), [9, 5, 8]), made(fs.PFedSD(lam=1.0), [9, 5, 8]), made(fs.Local(), [1, 1, 1])]
+    assert set(text.grouped(runs)) == {"pfedsd lam=0.5", "pfedsd lam=1.0", "local"}
+    runs = [made(fs.Local(), [1, 1, 1], lr=0.1), made(fs.Local(), [1, 1, 1], lr=0.2, seed=3)]
+    assert set(text.grouped(runs)) == {"local lr=0.1", "local lr=0.2"}
+
+
+def test_a_run_s_own_table() -> None:
+    run = fs.simulate(fs.PFedSD(), model=Plain(), data=ragged(), rounds=2, epochs=1, eval_every=2)
+    assert f"{100 * run.score():.2f}" in run.table()
+
+
+def test_the_summary_holds_every_run_and_the_means() -> None:
+    experiments = {"local": fs.Experiment(method=fs.Local()), "fedavg": fs.Experiment(method=fs.FedAvg())}
+    runs = {
+        "local": [
+            ("local/seed-0", made(fs.Local(), [5, 5, 40])),
+            ("local/seed-1", made(fs.Local(), [7, 7, 56], seed=1)),
+        ]
+    }
+    found = json.loads(json.dumps(summarise(experiments, runs, FACTS, {"fedavg": "seed 0: nan"})))
+    assert ours(found)
+    assert found["finished"] is False
+    assert found["failed"] == {"fedavg": "seed 0: nan"}
+    local = found["methods"]["local"]
+    assert [(run["seed"], run["folder"], run["personal"]) for run in local["runs"]] == [
+        (0, "local/seed-0", pytest.approx(0.5)),
+        (1, "local/seed-1", pytest.approx(0.7)),
+    ]
+    assert local["personal"]["mean"] == pytest.approx(0.6)
+    assert local["personal"]["std"] == pytest.approx(np.sqrt(0.02))
+    assert local["generic"] is None
+
+
+@pytest.mark.parametrize("other", [None, [], {}, {"format": 1}, {"methods": {}, "fedstill": "0"}, "text"])
+def test_what_is_not_our_summary(other: object) -> None:
+    assert not ours(other)
+
+
+def test_bubbles_in_a_terminal() -> None:
+    lines = bubbles.bubbles(np.array([[16, 9, 4, 1, 0], [0, 0, 0, 0, 16]]))
+    assert lines[1].split() == ["client", "0", "⬤", "●", "•", "·", "30"]
+    assert lines[2].split() == ["client", "1", "⬤", "16"]
+    assert lines[3] == "samples of a class: · up to 1   • up to 4   ● up to 9   ⬤ up to 16"
+    assert "16 at least, 23.0 on average, 30 at most" in bubbles.sizes(np.array([[16, 9, 4, 1, 0], [0, 0, 0, 0, 16]]))
+
+
+def test_many_clients_and_classes_are_cut_to_the_terminal() -> None:
+    lines = bubbles.bubbles(np.ones((300, 100), int), width=80)
+    assert all(len(line) <= 80 for line in lines)
+    # 80 columns less 'client NNN ' and '  samples' leave room for 29 classes of two columns
+    assert lines[-2] == "… 260 more clients and 71 more classes"
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+@pytest.mark.parametrize("methods", [(fs.PFedSD,), (fs.Local, fs.FedAvg, fs.FedRep)], ids=["one", "three"])
+def test_the_picture_is_written(tmp_path, methods, seeds) -> None:
+    path = tmp_path / "new" / "figure.png"
+    runs = {cls.id: [made(cls(), [5, 5, 40 + s], seed=s) for s in range(seeds)] for cls in methods}
+    figures.compare_figure(runs, path, FACTS)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert [entry.name for entry in path.parent.iterdir()] == ["figure.png"]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (20, 10), (150, 100)])
+def test_the_bubble_chart_is_written(tmp_path, shape) -> None:
+    figures.bubbles(np.arange(shape[0] * shape[1]).reshape(shape) + 1, tmp_path / "b.png", "title", "note")
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_pictures_leave_no_global_state(tmp_path) -> None:
+    figures.compare_figure({"local": [made(fs.Local(), [5, 5, 40])]}, tmp_path / "a.svg")
+    from matplotlib import pyplot
+
+    assert pyplot.get_fignums() == []
