@@ -1,4 +1,7 @@
-"""Small federations and models that the tests share. Ragged on purpose: sizes differ, batches are partial, one client has one sample."""
+"""Small federations and models that the tests share.
+
+Ragged on purpose: sizes differ, batches are partial, one client has one sample.
+"""
 
 from __future__ import annotations
 
@@ -102,9 +105,7 @@ def states(run: fs.Run) -> dict[str, Params]:
 def distance(a: dict[str, Params], b: dict[str, Params]) -> float:
     """The largest difference between two runs' models."""
     assert a.keys() == b.keys()
-    gaps = [
-        (a[model][name].double() - b[model][name].double()).abs().max().item() for model in a for name in a[model]
-    ]
+    gaps = [(a[model][name].double() - b[model][name].double()).abs().max().item() for model in a for name in a[model]]
     return max(gaps)
 
 
@@ -150,7 +151,9 @@ def on_quadratics(method: fs.Method, **changes) -> fs.Run:
         (np.tile([a, b], (n, 1)), np.zeros(n, dtype=int), np.array([[a, b]]), np.zeros(1, dtype=int))
         for a, b, n in zip(A, B, COUNTS, strict=True)
     ]
-    settings = dict(rounds=400, epochs=5, batch_size=100, lr=0.1, momentum=0.0, dtype="float64", engine="one", eval_every=400)
+    settings = dict(
+        rounds=400, epochs=5, batch_size=100, lr=0.1, momentum=0.0, dtype="float64", engine="one", eval_every=400
+    )
     return fs.simulate(
         quadratic(**fields), model=Point(), data=fs.Federation.from_arrays(clients), **{**settings, **changes}
     )

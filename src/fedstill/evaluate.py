@@ -5,7 +5,8 @@
 | model | `personal`: each client's own; `generic`: the one for everybody |
 | clients | `all`, or the `participants` of the round |
 | mean | `client`: every client counts alike; `sample`: every test sample does |
-| round | `last`; `mean10`: mean of the last ten scored; `best-val`: the best on validation data; `best-test`: the best on test data, which looks at the answer and is labelled so |
+| round | `last`; `mean10`: mean of the last ten scored; `best-val`: the best on validation data;
+          `best-test`: the best on test data, which looks at the answer and is labelled so |
 """
 
 from __future__ import annotations
@@ -100,7 +101,9 @@ class Evaluation:
         if self.round == "best-test":
             return max(at(record, "") for record in scored)
         if "val_samples" not in scored[0]:
-            raise InputError("round", self.round, "another choice: this run has no validation data (split = '70/10/20')")
+            raise InputError(
+                "round", self.round, "another choice: this run has no validation data (split = '70/10/20')"
+            )
         return at(max(scored, key=lambda record: at(record, "val_")), "")
 
     def _at(self, record: dict[str, Any], prefix: str) -> float:

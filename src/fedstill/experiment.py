@@ -18,22 +18,28 @@ from .settings import setting
 class Training:
     """How a federation is trained. These are `simulate`'s keywords, and flags and TOML keys by the same names."""
 
-    rounds: int = setting(50, "communication rounds", least=1, group="federation")
+    rounds: int = setting(30, "communication rounds", least=1, group="federation")
     participation: float = setting(1.0, "share of the clients asked each round", above=0, most=1, group="federation")
     epochs: int = setting(5, "passes over its data that a client makes each round", least=1, group="local training")
-    batch_size: int = setting(64, "samples a step; a client with fewer uses them all", least=1, group="local training")
-    lr: float = setting(0.01, "learning rate η of SGD", above=0, group="local training")
-    momentum: float = setting(0.9, "momentum of SGD; its state starts fresh each round", least=0, most=1, group="local training")
+    batch_size: int = setting(16, "samples a step; a client with fewer uses them all", least=1, group="local training")
+    lr: float = setting(0.05, "learning rate η of SGD", above=0, group="local training")
+    momentum: float = setting(
+        0.9, "momentum of SGD; its state starts fresh each round", least=0, most=1, group="local training"
+    )
     nesterov: bool = setting(False, "Nesterov's momentum", group="local training")
     weight_decay: float = setting(0.0, "weight decay of SGD", least=0, group="local training")
-    seed: int = setting(0, "seed of everything random: partition, weights, cohorts, batches, dropout", least=0, group="federation")
+    seed: int = setting(
+        0, "seed of everything random: partition, weights, cohorts, batches, dropout", least=0, group="federation"
+    )
     dtype: Literal["float32", "float64"] = setting("float32", "precision", group="machine")
     device: str = setting("auto", "cpu, cuda, cuda:1, …; auto takes a GPU where there is one", group="machine")
     engine: Literal["auto", "one", "stacked"] = setting(
         "auto", "train clients one by one, or stacked in one step; auto picks by device and model", group="machine"
     )
     cohort: int = setting(0, "clients stacked at once; 0: all of a round's", least=0, group="machine")
-    eval_every: int = setting(1, "score all clients every so many rounds, and after the last", least=1, group="federation")
+    eval_every: int = setting(
+        1, "score all clients every so many rounds, and after the last", least=1, group="federation"
+    )
 
     def __post_init__(self) -> None:
         settings.check(self)
@@ -46,19 +52,28 @@ class Experiment(Training):
     """A whole run: a method, data and how they are divided, a model, and the training."""
 
     method: Method = field(default_factory=lambda: methods.get("pfedsd")())
-    data: str = setting("digits", "a data set by name ('fedstill data' lists them), or a path to your own files", group="data")
+    data: str = setting(
+        "digits", "a data set by name ('fedstill data' lists them), or a path to your own files", group="data"
+    )
     data_root: str = setting("", "folder with data sets; else FEDSTILL_DATA, else the cache folder", group="data")
     clients: int = setting(0, "number of clients; 0: as many as the data says, else 20", least=0, group="data")
     partition: str = setting(
         "auto",
-        "auto (the data's own owners or domains, else dirichlet:0.1), iid, dirichlet:α, balanced-dirichlet:α, shards:s, classes:S, lognormal:σ, domain, owner, file:PATH",
+        "auto (the data's own owners or domains, else dirichlet:0.1), iid, dirichlet:α, "
+        " balanced-dirichlet:α, shards:s, classes:S, lognormal:σ, domain, owner, file:PATH",
         group="data",
     )
-    split: str = setting("80/20", "train/test (80/20) or train/val/test (70/10/20) per client, or official", group="data")
-    pool: Literal["all", "train"] = setting("all", "divide train and test together, or the training part only", group="data")
+    split: str = setting(
+        "80/20", "train/test (80/20) or train/val/test (70/10/20) per client, or official", group="data"
+    )
+    pool: Literal["all", "train"] = setting(
+        "all", "divide train and test together, or the training part only", group="data"
+    )
     model: str = setting("mlp", "a model by name ('fedstill models' lists them)", group="model")
     head: tuple[str, ...] = setting((), "the modules that make the head; empty: as the model says", group="model")
-    checkpoint_every: int = setting(10, "keep the state every so many rounds, and after the last", least=1, group="machine")
+    checkpoint_every: int = setting(
+        10, "keep the state every so many rounds, and after the last", least=1, group="machine"
+    )
 
     def dealt(self, owned: str | None) -> Experiment:
         """This experiment with partition and clients said: `owned` is what the data itself divides by, if anything."""

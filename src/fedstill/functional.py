@@ -72,7 +72,8 @@ class Net:
     def fast_layout(self, value: Tensor) -> Tensor:
         """An entry of the state in the memory layout that convolutions are fastest in here; its values do not change."""
         if self.channels_last and value.ndim == 4:
-            return value.contiguous(memory_format=torch.channels_last)
+            # A copy, since a kernel with one input channel is contiguous in both layouts, and `contiguous` would leave it.
+            return value.clone(memory_format=torch.channels_last)
         return value
 
     def __call__(
@@ -109,16 +110,22 @@ class Net:
                 shape = "×".join(map(str, x.shape[1:]))
                 reason = str(error).strip().splitlines()[0]
                 raise InputError(
-                    "model", Shown(type(self.module).__name__), f"a model that takes samples of shape {shape} ({reason})"
+                    "model",
+                    Shown(type(self.module).__name__),
+                    f"a model that takes samples of shape {shape} ({reason})",
                 ) from error
             if not torch.equal(before, _generator_state(x.device)):
                 raise InputError(
-                    "model", Shown(type(self.module).__name__), "free of randomness other than nn.Dropout and nn.Dropout1d/2d/3d"
+                    "model",
+                    Shown(type(self.module).__name__),
+                    "free of randomness other than nn.Dropout and nn.Dropout1d/2d/3d",
                 )
         if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < classes:
             got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise InputError(
-                "model", Shown(f"{type(self.module).__name__} with output {got}"), f"a model with an output of shape [batch, {classes}]"
+                "model",
+                Shown(f"{type(self.module).__name__} with output {got}"),
+                f"a model with an output of shape [batch, {classes}]",
             )
         self.has_dropout = watch.dropouts > 0
 
@@ -202,7 +209,7 @@ def _slots(module: nn.Module, tied: dict[str, str]) -> list[Slot]:
     for name in module.state_dict(keep_vars=True):
         path, _, leaf = name.rpartition(".")
         owner = modules[path]
-        slots.append((tied[name], owner._parameters if leaf in owner._parameters else owner._buffers, leaf))  # type: ignore[arg-type]
+        slots.append((tied[name], owner._parameters if leaf in owner._parameters else owner._buffers, leaf))
     return slots
 
 

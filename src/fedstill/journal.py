@@ -46,13 +46,17 @@ class Journal:
     def check_free(self) -> None:
         """Refuse a folder that holds something already."""
         if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
-            raise InputError("out", str(self.folder), "a folder that is new or empty ('fedstill resume FOLDER' goes on with a run)")
+            raise InputError(
+                "out", str(self.folder), "a folder that is new or empty ('fedstill resume FOLDER' goes on with a run)"
+            )
 
     def check_partition(self, partition: Mapping[str, Any]) -> None:
         """Refuse to go on when the data is divided otherwise than when the run began."""
         before = json.loads((self.folder / "partition.json").read_text(encoding="utf-8"))
         if before.get("hash") != partition.get("hash"):
-            raise InputError("partition", partition.get("hash"), f"{before.get('hash')}, as when the run began: the data has changed")
+            raise InputError(
+                "partition", partition.get("hash"), f"{before.get('hash')}, as when the run began: the data has changed"
+            )
 
     def record(self, record: Mapping[str, Any]) -> None:
         """Append a round's record."""

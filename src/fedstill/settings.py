@@ -15,7 +15,6 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from .errors import InputError, nearest
 
-
 S = TypeVar("S")
 
 

@@ -248,7 +248,9 @@ def prepare(
     if method.needs_head:
         task.need_split()
     bench = Bench(method, task, Plan(training.seed, training.batch_size), manager)
-    return Simulation(method, training, Trainer(bench, training.engine, training.cohort), net.initial(), device)
+    together = count(len(federation), training.participation)
+    trainer = Trainer(bench, training.engine, training.cohort, together)
+    return Simulation(method, training, trainer, net.initial(), device)
 
 
 def pick_device(name: str) -> torch.device:

@@ -56,9 +56,7 @@ def by_head(module: nn.Module, head: str | Sequence[str] | None) -> Split | None
 def by_type(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> frozenset[str]:
     """Names of everything owned by modules of these types (for example all BatchNorm layers)."""
     owners = [name for name, part in module.named_modules() if isinstance(part, kinds)]
-    return frozenset(
-        entry for entry in module.state_dict(keep_vars=True) if entry.rpartition(".")[0] in set(owners)
-    )
+    return frozenset(entry for entry in module.state_dict(keep_vars=True) if entry.rpartition(".")[0] in set(owners))
 
 
 def _head_names(module: nn.Module, head: str | Sequence[str] | None) -> list[str] | None:

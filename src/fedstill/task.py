@@ -51,14 +51,14 @@ class Task:
         """The model's output in evaluation, no gradient, in chunks."""
         with torch.no_grad():
             params = {name: self.net.fast_layout(value) for name, value in params.items()}
-            return torch.cat([self.net(params, part, train=False) for part in x.split(CHUNK)])
+            return torch.cat([self.net(params, part, train=False) for part in torch.split(x, CHUNK)])
 
     def local_logits(self, params: Params) -> Tensor:
         """Evaluation output for every one of the client's own training samples; `batch.index` looks them up."""
         site = self.here()
         with torch.no_grad():
             params = {name: self.net.fast_layout(value) for name, value in params.items()}
-            return torch.cat([self.net(params, site.x[rows], train=False) for rows in site.index.split(CHUNK)])
+            return torch.cat([self.net(params, site.x[rows], train=False) for rows in torch.split(site.index, CHUNK)])
 
     def trainable(self, params: Params) -> Params:
         """The parameters that training may move, without buffers."""
@@ -77,7 +77,9 @@ class Task:
         if self.split is None:
             modules = [name for name, _ in self.net.module.named_modules() if name]
             raise InputError(
-                "head", Shown("(none)"), f"named, since the model does not name its head: one or more of {', '.join(modules)}"
+                "head",
+                Shown("(none)"),
+                f"named, since the model does not name its head: one or more of {', '.join(modules)}",
             )
         return self.split
 

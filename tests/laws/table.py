@@ -17,7 +17,7 @@ from torch import nn
 import fedstill as fs
 from fedstill.settings import values_of
 
-from ..problems import A, B, COUNTS, on_quadratics, point
+from ..problems import COUNTS, A, B, on_quadratics, point
 
 LR, EPOCHS = 0.1, 5  # of `on_quadratics`
 OPTIMUM = float(np.dot(A, B) / np.sum(A))  # of the sum of the clients' losses, each client counting alike
@@ -137,7 +137,13 @@ ROWS = [
         fs.FedRep(head_epochs=2, body_epochs=1),
         own_optimum,
         neutral=(  # with a head that nobody trains, the body is FedAvg's
-            Neutral(fs.FedRep(head_epochs=0, body_epochs=2), fs.FedAvg(), within=1e-15, settings={"epochs": 2}, parent_model=freeze_head),
+            Neutral(
+                fs.FedRep(head_epochs=0, body_epochs=2),
+                fs.FedAvg(),
+                within=1e-15,
+                settings={"epochs": 2},
+                parent_model=freeze_head,
+            ),
         ),
     ),
     Row(

@@ -6,9 +6,17 @@ import fedstill as fs
 from fedstill.evaluate import Scores, summary, worst_tenth
 
 HISTORY = [
-    {"round": 1, "participants": [0, 1], **summary(Scores([0, 1, 2], [10, 10, 80], {"personal": [9, 5, 8], "generic": [1, 1, 8]}))},
+    {
+        "round": 1,
+        "participants": [0, 1],
+        **summary(Scores([0, 1, 2], [10, 10, 80], {"personal": [9, 5, 8], "generic": [1, 1, 8]})),
+    },
     {"round": 2, "participants": [2]},
-    {"round": 3, "participants": [1, 2], **summary(Scores([0, 1, 2], [10, 10, 80], {"personal": [5, 5, 16], "generic": [2, 2, 16]}))},
+    {
+        "round": 3,
+        "participants": [1, 2],
+        **summary(Scores([0, 1, 2], [10, 10, 80], {"personal": [5, 5, 16], "generic": [2, 2, 16]})),
+    },
 ]
 
 

@@ -13,7 +13,9 @@ from fedstill.settings import fields_of
 
 @pytest.mark.parametrize("name", methods.METHODS)
 def test_toml_is_complete_and_reads_back(name: str, tmp_path: Path) -> None:
-    experiment = fs.Experiment(method=methods.get(name)(), lr=1e-5, head=("fc1", 'odd"\\name'), data="some/path", nesterov=True)
+    experiment = fs.Experiment(
+        method=methods.get(name)(), lr=1e-5, head=("fc1", 'odd"\\name'), data="some/path", nesterov=True
+    )
     text = experiment.to_toml()
     for field in [*fields_of(fs.Experiment), *fields_of(methods.get(name))]:
         assert f"\n{field.name} = " in "\n" + text

@@ -108,7 +108,13 @@ def test_an_occupied_folder_is_refused_and_left_alone(tmp_path: Path) -> None:
 
 
 def test_bad_input_leaves_no_folder(tmp_path: Path) -> None:
-    for changes in ({"model": "mlpp"}, {"partition": "shards:4000"}, {"data": "nothing"}, {"device": "tpu"}, {"head": ("fc9",)}):
+    for changes in (
+        {"model": "mlpp"},
+        {"partition": "shards:4000"},
+        {"data": "nothing"},
+        {"device": "tpu"},
+        {"head": ("fc9",)},
+    ):
         with pytest.raises(fs.InputError):
             fs.run(experiment(**changes), out=tmp_path / "run")
         assert not (tmp_path / "run").exists(), changes

@@ -46,7 +46,8 @@ def test_every_epoch_covers_every_sample_once(samples: int, batch: int, epochs: 
 
 def test_streams_depend_on_seed_round_client_and_epoch() -> None:
     orders = [
-        Plan(s, 4).order(r, c, 30, e).tolist() for s, r, c, e in [(0, 1, 1, 0), (1, 1, 1, 0), (0, 2, 1, 0), (0, 1, 2, 0), (0, 1, 1, 1)]
+        Plan(s, 4).order(r, c, 30, e).tolist()
+        for s, r, c, e in [(0, 1, 1, 0), (1, 1, 1, 0), (0, 2, 1, 0), (0, 1, 2, 0), (0, 1, 1, 1)]
     ]
     assert len({tuple(order) for order in orders}) == len(orders)
 
@@ -86,7 +87,7 @@ def test_device_bits_are_uniform_and_rows_do_not_see_the_padding() -> None:
     assert torch.equal(wide[:300], uniform_bits(k, 1, (300, 50)))
     assert not torch.equal(wide, uniform_bits(k, 2, (400, 50)))
     share = wide.double() / 2**32
-    assert 0 <= share.min()
+    assert share.min() >= 0
     assert share.max() < 1
     assert abs(share.mean() - 0.5) < 5 * np.sqrt(1 / 12 / 20000)
     assert np.abs(np.histogram(share.numpy(), 10, (0, 1))[0] - 2000).max() < 5 * np.sqrt(2000 * 0.9)

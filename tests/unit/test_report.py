@@ -46,7 +46,7 @@ def test_one_run() -> None:
     assert lines[2].split() == ["pfedsd", "50.00", "±", "32.66", "10.00", "22.00", "22.00", "4.0"]
     assert "personal model, all clients, mean per client, last round; ± standard deviation over clients" in lines[4]
     assert "data digits, 3 clients, partition iid, model mlp; partition hash 0123456789ab" in lines
-    assert lines[-1].startswith("3 rounds, participation 1, 5 local epochs, batch 64, lr 0.01")
+    assert lines[-1].startswith("3 rounds, participation 1, 5 local epochs, batch 16, lr 0.05")
 
 
 def test_columns_are_aligned() -> None:

@@ -34,7 +34,9 @@ class Posted:
             delay = self.delays[order.client]
             if delay is not None:
                 report = {"loss": 1.0, "steps": 1.0, "samples": float(order.client + 1)}
-                reply = Reply("train", order.round, order.client, {"params": {"w": torch.tensor(float(order.client))}}, report)
+                reply = Reply(
+                    "train", order.round, order.client, {"params": {"w": torch.tensor(float(order.client))}}, report
+                )
                 threading.Timer(delay, self.box.put, (reply,)).start()
 
     def replies(self, timeout: float | None = None) -> Iterator[Reply]:
@@ -74,7 +76,9 @@ def test_fires_at_the_deadline_without_the_late_and_the_lost() -> None:
 def test_strays_of_an_earlier_round_and_doubles_do_not_count() -> None:
     class Noisy(Posted):
         def replies(self, timeout: float | None = None) -> Iterator[Reply]:
-            yield Reply("train", 0, 1, {"params": {"w": torch.tensor(99.0)}}, {"loss": 1.0, "steps": 1.0, "samples": 1.0})
+            yield Reply(
+                "train", 0, 1, {"params": {"w": torch.tensor(99.0)}}, {"loss": 1.0, "steps": 1.0, "samples": 1.0}
+            )
             first = next(super().replies(timeout))
             yield first
             yield first
@@ -119,14 +123,20 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_named() -> None:
         fs.simulate(fs.FedAvg(), model=make("plain"), data=ragged(), **{**SETTINGS, "lr": 1e200}, engine="one")
 
 
-@pytest.mark.parametrize(("clients", "share", "expected"), [(20, 1.0, 20), (100, 0.1, 10), (5, 0.01, 1), (3, 0.5, 2), (20, 0.6, 12)])
+@pytest.mark.parametrize(
+    ("clients", "share", "expected"), [(20, 1.0, 20), (100, 0.1, 10), (5, 0.01, 1), (3, 0.5, 2), (20, 0.6, 12)]
+)
 def test_how_many_a_share_is(clients: int, share: float, expected: int) -> None:
     assert count(clients, share) == expected
 
 
 def test_messages_survive_the_wire_to_the_bit() -> None:
     shared = torch.randn(3, 2)
-    down = {"params": {"b": shared, "a.w": shared, "n": torch.tensor(3)}, "empty": {}, "half": torch.randn(2).bfloat16()}
+    down = {
+        "params": {"b": shared, "a.w": shared, "n": torch.tensor(3)},
+        "empty": {},
+        "half": torch.randn(2).bfloat16(),
+    }
     order = wire.decode(wire.encode(Order("score", 4, 2, down, {"b": shared}, "val")), Order)
     assert (order.kind, order.round, order.client, order.part) == ("score", 4, 2, "val")
     assert tree.outline(order.down) == tree.outline(down)
@@ -139,7 +149,9 @@ def test_messages_survive_the_wire_to_the_bit() -> None:
 
 
 def test_who_never_took_part_is_scored_with_the_generic_model() -> None:
-    run = fs.simulate(fs.PFedSD(), model=make("plain"), data=ragged(), **{**SETTINGS, "participation": 0.2}, engine="one")
+    run = fs.simulate(
+        fs.PFedSD(), model=make("plain"), data=ragged(), **{**SETTINGS, "participation": 0.2}, engine="one"
+    )
     took_part = {k for record in run.history for k in record["participants"]}
     absent = set(range(5)) - took_part
     assert absent

@@ -10,7 +10,11 @@ from fedstill.edge.sgd import SGD
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.floats(1e-4, 1.0), st.sampled_from([0.0, 0.5, 0.9]), st.booleans(), st.sampled_from([0.0, 1e-5, 0.1]), st.integers(0, 99)
+    st.floats(1e-4, 1.0),
+    st.sampled_from([0.0, 0.5, 0.9]),
+    st.booleans(),
+    st.sampled_from([0.0, 1e-5, 0.1]),
+    st.integers(0, 99),
 )
 def test_equal_to_torch_to_the_bit(lr: float, momentum: float, nesterov: bool, decay: float, seed: int) -> None:
     nesterov = nesterov and momentum > 0

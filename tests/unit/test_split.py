@@ -33,7 +33,13 @@ def test_by_type_matches_the_type_and_not_the_letters() -> None:
             self.norm = nn.BatchNorm1d(2)
 
     kinds = (nn.modules.batchnorm._BatchNorm,)
-    assert by_type(Odd(), kinds) == {"norm.weight", "norm.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert by_type(Odd(), kinds) == {
+        "norm.weight",
+        "norm.bias",
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    }
     assert not by_type(nn.Linear(2, 2), kinds)
     assert any(name.startswith("bn.") for name in by_type(Convolved(), kinds))
 

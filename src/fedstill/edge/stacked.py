@@ -70,13 +70,12 @@ class _Cohort:
         self.x, self.y = train.x, train.y
         self.down = tree.stack([work.down for work in works])
         self.memory = tree.stack([work.memory for work in works])
-        number = lambda values: torch.tensor(values, dtype=self.x.dtype, device=self.x.device)  # noqa: E731
         self.site = {  # what differs between clients; the samples themselves lie in one shared array
             "index": train.rows(self.clients, max(self.sizes)),
-            "samples": number(self.sizes),
-            "steps": number(self.steps),
+            "samples": self.x.new_tensor(self.sizes),
+            "steps": self.x.new_tensor(self.steps),
         }
-        self.total = torch.zeros(len(works), dtype=self.x.dtype, device=self.x.device)
+        self.total = self.x.new_zeros(len(works))
 
     def task(self, site: Tree) -> Task:
         """The task as one client of the stack sees it (inside `vmap`)."""
@@ -90,7 +89,11 @@ class _Cohort:
             local = self._steps(phase, epochs, local) if method.step is not None else self._phase(phase, epochs, local)
         with torch.no_grad():
             self.up, self.kept = _over_clients(
-                lambda s, d, m, local: method.finish(self.task(s), d, m, local), self.site, self.down, self.memory, local
+                lambda s, d, m, local: method.finish(self.task(s), d, m, local),
+                self.site,
+                self.down,
+                self.memory,
+                local,
             )
 
     def done(self, row: int) -> Done:
@@ -134,17 +137,15 @@ class _Cohort:
     def _steps(self, phase: Phase, epochs: int, local: Tree) -> Tree:
         """A phase of a method that brings its own whole step."""
         method = self.bench.method
-        assert method.step is not None
+        step = method.step
+        assert step is not None
         local = tree.clone(local)
         for active, batch in self._batches(epochs):
             now = tree.map(_rows(active), local)
-            new = _over_clients(lambda s, l, b: method.step(self.task(s), l, _batch(b)), self.site_rows(active), now, batch)
+            site = tree.map(_rows(active), self.site)
+            new = _over_clients(lambda s, mine, b: step(self.task(s), mine, _batch(b)), site, now, batch)
             tree.map(lambda old, value: old.copy_(value), now, new)
         return local
-
-    def site_rows(self, active: int) -> Tree:
-        """The first clients' sites."""
-        return tree.map(_rows(active), self.site)
 
     def _batches(self, epochs: int) -> Iterator[tuple[int, Tree]]:
         """For each step: how many clients still work, and their batches, padded to one width."""
@@ -155,11 +156,11 @@ class _Cohort:
         longest = len(plans[0])
         index = np.full((longest, len(plans), width), -1, dtype=np.int64)
         keys = np.zeros((longest, len(plans)), dtype=np.int64)
-        for i, rows in enumerate(plans):
-            index[: len(rows), i] = rows
-            keys[: len(rows), i] = plan.step_keys(self.round, self.clients[i], len(rows))
+        for i, mine in enumerate(plans):
+            index[: len(mine), i] = mine
+            keys[: len(mine), i] = plan.step_keys(self.round, self.clients[i], len(mine))
         starts = np.array([self.bench.data.train.starts[k] for k in self.clients])[:, None]
-        lengths = np.array([len(rows) for rows in plans])
+        lengths = np.array([len(mine) for mine in plans])
         real = torch.from_numpy(index >= 0).to(device, self.x.dtype)
         within = torch.from_numpy(np.maximum(index, 0)).to(device)
         rows_of = torch.from_numpy(np.maximum(index, 0) + starts).to(device)

@@ -14,7 +14,12 @@ def _collect() -> dict[str, type[Method]]:
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")
         for value in vars(module).values():
-            if isinstance(value, type) and issubclass(value, Method) and value.__module__ == module.__name__ and value.id:
+            if (
+                isinstance(value, type)
+                and issubclass(value, Method)
+                and value.__module__ == module.__name__
+                and value.id
+            ):
                 found[value.id] = value
     return dict(sorted(found.items()))
 

@@ -36,7 +36,7 @@ class PFedSD(FedAvg):
     scores: ClassVar[tuple[str, ...]] = ("personal", "generic")
 
     lam: float = setting(0.5, "λ, weight of the distillation", least=0)
-    tau: float = setting(3.0, "τ, temperature of the softmax", above=0)
+    tau: float = setting(1.0, "τ, temperature of the softmax", above=0)
     mean: Literal["weighted", "uniform"] = setting("uniform", "weigh clients by their samples, or all alike")
 
     def init_client(self, task: Task, params: Params) -> Tree:
@@ -55,7 +55,8 @@ class PFedSD(FedAvg):
         """CE(w) + λ·τ²·KL(q_τ(v_k) ‖ q_τ(w))."""
         logits = task.logits(params, batch)
         distillation = terms.kl(local["teacher"][batch.index], logits, self.tau, batch)
-        return terms.cross_entropy(logits, batch) + local["lam"] * self.tau**2 * distillation
+        weight: Tensor = local["lam"] * self.tau**2
+        return terms.cross_entropy(logits, batch) + weight * distillation
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
         """v_k ← w_k; w_k goes up."""

@@ -23,7 +23,10 @@ MODELS: dict[str, tuple[Builder, str]] = {
         lambda s, c: CNN(s, c, (64, 64), (128, 64), dropout2d=0.5),
         "pFedSD's CNN for Fashion-MNIST: 5×5 convolutions 64-64, dropout, fully connected 128-64",
     ),
-    "cnn-cifar10": (lambda s, c: CNN(s, c, (6, 16), (120, 84)), "pFedSD's CNN for CIFAR-10: 5×5 convolutions 6-16, 120-84"),
+    "cnn-cifar10": (
+        lambda s, c: CNN(s, c, (6, 16), (120, 84)),
+        "pFedSD's CNN for CIFAR-10: 5×5 convolutions 6-16, 120-84",
+    ),
     "cnn-cifar100": (
         lambda s, c: CNN(s, c, (64, 128), (256, 128), dropout=0.6),
         "pFedSD's CNN for CIFAR-100: 5×5 convolutions 64-128, 256-128, dropout",

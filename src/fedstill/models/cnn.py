@@ -36,7 +36,9 @@ class CNN(nn.Module):
     ) -> None:
         super().__init__()
         if len(shape) != 3 or min(shape[1:]) < 4:
-            raise InputError("model", Shown(type(self).__name__), f"'mlp' for samples of shape {tuple(shape)}: these are no images")
+            raise InputError(
+                "model", Shown(type(self).__name__), f"'mlp' for samples of shape {tuple(shape)}: these are no images"
+            )
         pads = padding or ((2, 2) if min(shape[1:]) < 16 else (0, 0))
         self.conv1 = nn.Conv2d(shape[0], channels[0], 5, padding=pads[0])
         self.conv2 = nn.Conv2d(channels[0], channels[1], 5, padding=pads[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -34,7 +35,7 @@ class MLP(nn.Module):
         if not hidden:
             raise InputError("hidden", Shown("()"), "at least one hidden layer (mlr has none)")
         widths = [math.prod(shape), *hidden, classes]
-        for i, (a, b) in enumerate(zip(widths, widths[1:], strict=False), start=1):
+        for i, (a, b) in enumerate(itertools.pairwise(widths), start=1):
             self.add_module(f"fc{i}", nn.Linear(a, b))
         self.depth = len(widths) - 1
         self.head_modules = f"fc{self.depth}"

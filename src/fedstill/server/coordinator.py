@@ -1,6 +1,6 @@
 """The Coordinator: runs rounds, in simulation and in deployment alike.
 
-    sample → send orders → collect replies until all or the deadline → merge → score → journal
+sample → send orders → collect replies until all or the deadline → merge → score → journal
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from ..evaluate import Scores, summary
@@ -36,7 +36,7 @@ class Coordinator:
     eval_every: int = 1
     parts: tuple[str, ...] = ("test",)  # the first is the one reported; "val" besides where there is validation data
     sampler: Sampler = uniform
-    aggregator: Aggregator = Aggregator()
+    aggregator: Aggregator = field(default_factory=Aggregator)
     common: CommonScore = lambda generic: None  # the generic model's accuracy on a test set that belongs to nobody
 
     def rounds(self, server: Tree, first: int = 1) -> Iterator[tuple[Tree, Record]]:

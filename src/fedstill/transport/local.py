@@ -43,9 +43,7 @@ class LocalTransport:
         arrived = wire.decode(wire.encode(order), Order)
         device = self.controller.trainer.bench.data.train.x.device
         generic = None if arrived.generic is None else tree.to(arrived.generic, device)
-        return Order(
-            arrived.kind, arrived.round, arrived.client, tree.to(arrived.down, device), generic, arrived.part
-        )
+        return Order(arrived.kind, arrived.round, arrived.client, tree.to(arrived.down, device), generic, arrived.part)
 
     def _travel_up(self, reply: Reply) -> Reply:
         if not self.through_wire:
