@@ -20,12 +20,16 @@ from .errors import InputError, TrainingError
 from .evaluate import Evaluation
 from .experiment import Experiment, Training
 from .method import Method, Phase
+from .methods.cd2_pfed import CD2PFed
 from .methods.fedavg import FedAvg
+from .methods.fedbsd import FedBSD
 from .methods.fedprox import FedProx
 from .methods.fedrep import FedRep
 from .methods.local import Local
+from .methods.pfedkd_wcl import PFedKDWCL
 from .methods.pfedsd import PFedSD
 from .methods.scaffold import SCAFFOLD
+from .methods.spectral import SpectralCoDistillation
 from .settings import setting
 from .simulation import Run, resume, run, simulate
 from .task import Task
@@ -36,18 +40,22 @@ __all__ = [
     "METHODS",
     "SCAFFOLD",
     "Batch",
+    "CD2PFed",
     "Evaluation",
     "Experiment",
     "FedAvg",
+    "FedBSD",
     "FedProx",
     "FedRep",
     "Federation",
     "InputError",
     "Local",
     "Method",
+    "PFedKDWCL",
     "PFedSD",
     "Phase",
     "Run",
+    "SpectralCoDistillation",
     "Task",
     "Training",
     "TrainingError",

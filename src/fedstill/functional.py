@@ -11,8 +11,9 @@ Running statistics are updated in place on the tensors that were passed in; call
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .channels import Channels, follow
 from .errors import InputError, Shown
 from .plan import uniform_bits
 from .tree import Params
@@ -35,7 +37,16 @@ class Net:
     """
 
     def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-        self.module = copy.deepcopy(module).to(device)
+        try:
+            self.module = copy.deepcopy(module).to(device)
+            complex_ = [n for n, v in self.module.state_dict().items() if v.is_complex()]
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0]
+            raise InputError(
+                "model", Shown(type(module).__name__), f"a module that can be copied ({reason})"
+            ) from error
+        if complex_:
+            raise InputError("model", Shown(complex_[0]), "a module with real numbers only")
         for part in (*self.module.parameters(), *self.module.buffers()):
             if part.is_floating_point():
                 part.data = part.data.to(dtype)
@@ -54,8 +65,9 @@ class Net:
         norms = [m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.has_batchnorm = bool(norms)
         self.cumulative = any(m.momentum is None and m.track_running_stats for m in norms)
-        self.has_dropout = True  # until `probe` has looked
+        self.has_dropout, self.outputs = True, 0  # until `probe` has looked
         self.device = device
+        self._channels: Channels | None = None
         self.size = sum(p.numel() for p in self.module.parameters())
         self.has_convolution = any(isinstance(m, nn.Conv2d | nn.ConvTranspose2d) for m in self.module.modules())
         self.channels_last = False  # set where it pays: a CPU that takes clients one by one
@@ -69,6 +81,22 @@ class Net:
         """A full state dict on the CPU that `module.load_state_dict` takes (tied weights under all their names)."""
         return {name: params[source].detach().cpu().clone() for name, source in self._tied.items()}
 
+    def channels(self) -> Channels:
+        """The model's layers by channel, followed once."""
+        if self._channels is None:
+            self._channels = follow(copy.deepcopy(self.module), self._example)
+        return self._channels
+
+    def _try(self, x: Tensor, mode: _Keyed) -> tuple[Tensor, Params]:
+        """A training pass from the initial weights: its output, and the state after it."""
+        params = self.initial()
+        out = self._forward(params, x, True, mode)
+        for name, owner, leaf in self._slots[True]:
+            if owner[leaf] is not params[name]:
+                right = "updated in place (copy_, mul_, add_): an assignment in forward would be lost"
+                raise InputError("model", Shown(f"buffer {name}"), right)
+        return out, params
+
     def fast_layout(self, value: Tensor) -> Tensor:
         """An entry of the state in the memory layout that convolutions are fastest in here; its values do not change."""
         if self.channels_last and value.ndim == 4:
@@ -77,11 +105,46 @@ class Net:
         return value
 
     def __call__(
-        self, params: Params, x: Tensor, *, train: bool, key: Tensor | None = None, mask: Tensor | None = None
+        self,
+        params: Params,
+        x: Tensor,
+        *,
+        train: bool,
+        key: Tensor | None = None,
+        mask: Tensor | None = None,
+        taps: dict[str, Tensor] | None = None,
+        gates: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """The module's output. In training `key` makes the dropout masks; `mask` marks padding."""
-        keyed = train and (self.has_dropout or (self.has_batchnorm and (mask is not None or len(x) == 1)))
+        """The module's output. In training `key` makes the dropout masks; `mask` marks padding.
+
+        `taps` is filled with the input of each module that it names; `gates` multiply the inputs of those they name.
+        """
+        if taps or gates:
+            with self._hooked(train, taps or {}, gates or {}):
+                return self(params, x, train=train, key=key, mask=mask)
+        keyed = train and (self.has_dropout or mask is not None or (self.has_batchnorm and len(x) == 1))
         return self._forward(params, x, train, _Keyed(key, mask) if keyed else None)
+
+    @contextlib.contextmanager
+    def _hooked(self, train: bool, taps: dict[str, Tensor], gates: Mapping[str, Tensor]) -> Iterator[None]:
+        module = self._training if train else self._evaluating
+        handles = []
+
+        def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], Any]:
+            def look(part: nn.Module, given: tuple[Any, ...]) -> Any:
+                if name in taps:
+                    taps[name] = given[0]
+                return (given[0] * gates[name], *given[1:]) if name in gates else None
+
+            return look
+
+        for name in {*taps, *gates}:
+            handles.append(module.get_submodule(name).register_forward_pre_hook(hook(name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _forward(self, params: Params, x: Tensor, train: bool, mode: _Keyed | None) -> Tensor:
         for name, owner, leaf in self._slots[train]:
@@ -95,39 +158,43 @@ class Net:
             return module(x)  # type: ignore[no-any-return]
 
     def probe(self, x: Tensor, classes: int) -> None:
-        """Run two samples through the model and refuse what cannot be trained reproducibly, before any work."""
+        """Run one and two samples through the model and refuse what cannot be trained reproducibly, before any work."""
+        name = Shown(type(self.module).__name__)
         pair = torch.cat([x[:1], x[:1]]) if len(x) < 2 else x[:2]
         watch = _Keyed(torch.zeros((), dtype=torch.int64, device=x.device), None)
-        params = self.initial()
-        with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
+        hidden = _hidden_buffers(self._training)
+        with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []), torch.no_grad():
             before = _generator_state(x.device)
             try:
-                with torch.no_grad():
-                    logits = self._forward(params, pair, True, watch)
+                logits, params = self._try(pair, watch)
+                lone, _ = self._try(pair[:1], _Keyed(watch.key, None))
+                scored, alone = self(params, pair, train=False), self(params, pair[:1], train=False)
             except InputError:
                 raise
             except Exception as error:
                 shape = "×".join(map(str, x.shape[1:]))
                 reason = str(error).strip().splitlines()[0]
-                raise InputError(
-                    "model",
-                    Shown(type(self.module).__name__),
-                    f"a model that takes samples of shape {shape} ({reason})",
-                ) from error
+                raise InputError("model", name, f"a model that takes samples of shape {shape} ({reason})") from error
             if not torch.equal(before, _generator_state(x.device)):
-                raise InputError(
-                    "model",
-                    Shown(type(self.module).__name__),
-                    "free of randomness other than nn.Dropout and nn.Dropout1d/2d/3d",
-                )
-        if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < classes:
-            got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-            raise InputError(
-                "model",
-                Shown(f"{type(self.module).__name__} with output {got}"),
-                f"a model with an output of shape [batch, {classes}]",
+                right = "free of randomness other than nn.Dropout and nn.Dropout1d/2d/3d in training"
+                raise InputError("model", name, right)
+        for rows, out in ((2, logits), (1, lone), (2, scored), (1, alone)):
+            if not isinstance(out, Tensor) or out.ndim != 2 or len(out) != rows or out.shape[1] < classes:
+                got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+                right = f"a model with an output of shape [batch, {classes}]"
+                raise InputError("model", Shown(f"{name} with output {got} for {rows} samples"), right)
+        slack = 1e-9 if scored.dtype == torch.float64 else 1e-3
+        if (scored[:1] - alone).abs().max() > slack * (1 + alone.abs().max()):
+            right = (
+                "one whose evaluation takes each sample by itself (BatchNorm with track_running_stats=True, for one)"
             )
-        self.has_dropout = watch.dropouts > 0
+            raise InputError("model", name, right)
+        changed = [n for n, v in _hidden_buffers(self._training).items() if not torch.equal(v, hidden[n])]
+        if changed:
+            right = "persistent if training changes it: what a state dict leaves out would be lost"
+            raise InputError("model", Shown(f"buffer {changed[0]}"), right)
+        self.has_dropout, self._example = watch.dropouts > 0, pair
+        self.outputs = int(logits.shape[1])
 
 
 class _Keyed(TorchFunctionMode):
@@ -205,12 +272,18 @@ _HANDLERS: dict[Any, Callable[..., Tensor]] = {
 def _slots(module: nn.Module, tied: dict[str, str]) -> list[Slot]:
     """Where each entry of the state sits: the name it is kept under, the owner's dictionary, and the key there."""
     slots: list[Slot] = []
-    modules = dict(module.named_modules())
+    modules = dict(module.named_modules(remove_duplicate=False))
     for name in module.state_dict(keep_vars=True):
         path, _, leaf = name.rpartition(".")
         owner = modules[path]
         slots.append((tied[name], owner._parameters if leaf in owner._parameters else owner._buffers, leaf))
     return slots
+
+
+def _hidden_buffers(module: nn.Module) -> Params:
+    """Copies of the buffers that a state dict leaves out."""
+    kept = set(module.state_dict())
+    return {name: value.clone() for name, value in module.named_buffers() if name not in kept}
 
 
 def _generator_state(device: torch.device) -> Tensor:

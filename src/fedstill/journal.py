@@ -53,15 +53,19 @@ class Journal:
     def check_partition(self, partition: Mapping[str, Any]) -> None:
         """Refuse to go on when the data is divided otherwise than when the run began."""
         before = json.loads((self.folder / "partition.json").read_text(encoding="utf-8"))
-        if before.get("hash") != partition.get("hash"):
-            raise InputError(
-                "partition", partition.get("hash"), f"{before.get('hash')}, as when the run began: the data has changed"
-            )
+        now = json.loads(json.dumps(partition))
+        changed = [name for name in {**before, **now} if name != "indices" and before.get(name) != now.get(name)]
+        if changed:
+            name = changed[0]
+            right = f"{before.get(name)}, as when the run began: the data or its division has changed"
+            raise InputError(f"partition {name}", now.get(name), right)
 
     def record(self, record: Mapping[str, Any]) -> None:
         """Append a round's record."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def history(self, upto: int | None = None) -> list[dict[str, Any]]:
         """The records so far, up to a round; a last line that a kill cut short is left out."""
@@ -92,13 +96,17 @@ class Journal:
             old.with_suffix(".safetensors").unlink(missing_ok=True)
 
     def load(self, device: torch.device) -> tuple[int, Tree] | None:
-        """The newest whole checkpoint: its round and state; None where there is none."""
+        """The newest whole checkpoint whose rounds are all recorded: its round and state; None where there is none."""
         from safetensors.torch import load
 
         for about_file in sorted(self.checkpoints.glob("round-*.json"), reverse=True):
-            about = json.loads(about_file.read_text(encoding="utf-8"))
-            data = about_file.with_suffix(".safetensors").read_bytes()
-            if hashlib.sha256(data).hexdigest() == about["sha256"]:
+            try:
+                about = json.loads(about_file.read_text(encoding="utf-8"))
+                data = about_file.with_suffix(".safetensors").read_bytes()
+                whole = hashlib.sha256(data).hexdigest() == about["sha256"]
+            except (OSError, ValueError, KeyError):
+                continue  # cut short by a kill
+            if whole and len(self.history(upto=about["round"])) == about["round"]:
                 return about["round"], tree.to(tree.fill(about["outline"], load(data)), device)
         return None
 

@@ -5,11 +5,12 @@ flags and its TOML), its hooks are pure functions on trees of tensors. Hooks mar
 run for one or for a whole stack of them (`torch.func.vmap`), so they never branch in Python on a client's tensor: they use
 `torch.where` or a mask. Nothing that matters lives in `self`, and no hook changes its arguments.
 
-One round: `send` → (at each participant: `start`, the phases, `finish`) → `merge`.
+One round: `send` → (at each participant: `begin`, the phases, `finish`) → `merge`.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
@@ -38,6 +39,10 @@ class Phase:
     loss: Loss | None = None
     lr: float | None = None
     momentum: float | None = None
+    enter: Callable[[Task, Tree], Tree] | None = None  # *client*: `local` as the phase finds it, from the phase before
+    after_epoch: Callable[[Task, Params, Params], Params] | None = (
+        None  # *client*: (before, after) an epoch → new values
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +53,23 @@ class Method:
     paper: ClassVar[str] = ""
     scores: ClassVar[tuple[str, ...]] = ("generic",)  # which models it trains: "generic", "personal" or both
     needs_head: ClassVar[bool] = False
+    per_sample: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # entries of the memory with one row for each of the client's samples
+
+    def __init_subclass__(cls) -> None:
+        """Refuse a field that would hide a hook."""
+        hidden = [n for n in inspect.get_annotations(cls) if callable(getattr(Method, n, None))]
+        if hidden:
+            raise TypeError(f"{cls.__name__}.{hidden[0]}: a field needs another name than the hook {hidden[0]}()")
 
     def __post_init__(self) -> None:
         settings.check(self)
+
+    def check(self, task: Task) -> None:
+        """Refuse a model or setting that the method cannot work with, before training starts."""
+        if self.needs_head:
+            task.need_split()
 
     # ---- what is kept ------------------------------------------------------------------------------------------------
     def init_server(self, task: Task, params: Params) -> Tree:
@@ -70,7 +89,7 @@ class Method:
         """All that goes down to a client."""
         return {"params": server["params"]}
 
-    def start(self, task: Task, down: Tree, memory: Tree) -> Tree:
+    def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
         """*Client.* Where local work begins: a tree with an entry for each model that a phase trains."""
         return {"params": down["params"]}
 
@@ -90,15 +109,17 @@ class Method:
         """*Client.* The gradient that SGD is given, from the loss's own."""
         return grads
 
-    step: ClassVar[Callable[..., Tree] | None] = None
-    """*Client.* `step(task, local, batch) -> local`: the whole step, where a gradient of a loss is not enough."""
+    step: ClassVar[Callable[..., tuple[Tree, Tensor]] | None] = None
+    """*Client.* `step(task, local, batch) -> local, loss`: the whole step, where a gradient of a loss is not enough."""
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
         """*Client.* All that goes up, and what is kept."""
         return {"params": local["params"]}, memory
 
-    def merge(self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float]) -> Tree:
-        """The server's next state. `ups` come in ascending order of clients; `weights` are their numbers of samples."""
+    def merge(
+        self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float], clients: Sequence[int]
+    ) -> Tree:
+        """The server's next state. `ups` come in ascending order of `clients`; `weights` are their numbers of samples."""
         raise NotImplementedError(f"{type(self).__name__} does not say how the server merges")
 
     # ---- what is scored and exported ---------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import types
 import typing
 from collections.abc import Mapping
@@ -101,8 +102,10 @@ def _as(annotation: Any, value: Any, field: dataclasses.Field[Any]) -> Any:
         return tuple(_as(get_args(annotation)[0], item, field) for item in values)
     if origin in (typing.Union, types.UnionType):
         raise TypeError(f"{field.name}: a settings field has one type, so that TOML and flags can write it")
-    if annotation is float and isinstance(value, int | float) and not isinstance(value, bool):
+    if annotation is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
         value = float(value)
+    if annotation is int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        value = int(value)  # numpy's whole numbers too
     if not isinstance(value, annotation) or (annotation is int and isinstance(value, bool)):
         raise InputError(field.name, value, right)
     if isinstance(value, int | float) and not isinstance(value, bool):

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
-from .errors import InputError, Shown, nearest
+from .errors import InputError, nearest
 from .tree import Params
 
 
@@ -37,10 +38,13 @@ def by_head(module: nn.Module, head: str | Sequence[str] | None) -> Split | None
     names = _head_names(module, head)
     if names is None:
         return None
-    known = dict(module.named_modules())
+    known = dict(module.named_modules(remove_duplicate=False))
     del known[""]
+    order = {name: place for place, name in enumerate(known)}
+    names.sort(key=lambda name: order.get(name, -1))  # the first is where the body ends, however they were listed
     inside: set[str] = set()
-    state = set(module.state_dict(keep_vars=True))
+    entries = module.state_dict(keep_vars=True)
+    state = set(entries)
     for name in names:
         if name not in known:
             raise InputError("head", name, f"a module of the model: {nearest(name, known)}")
@@ -48,6 +52,10 @@ def by_head(module: nn.Module, head: str | Sequence[str] | None) -> Split | None
     trainable = {name for name, _ in module.named_parameters()}
     if not inside & trainable:
         raise InputError("head", ", ".join(names), "a module that has parameters")
+    tied = {id(entries[name]) for name in inside} & {id(entries[name]) for name in state - inside}
+    if tied:
+        both = sorted(name for name in state if id(entries[name]) in tied)
+        raise InputError("head", ", ".join(names), f"apart from the body: {' and '.join(both)} are one tensor")
     if not trainable - inside:
         raise InputError("head", ", ".join(names), "a part of the model: a head that is the whole model leaves no body")
     return Split(tuple(names), frozenset(inside), frozenset(state - inside))
@@ -55,7 +63,7 @@ def by_head(module: nn.Module, head: str | Sequence[str] | None) -> Split | None
 
 def by_type(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> frozenset[str]:
     """Names of everything owned by modules of these types (for example all BatchNorm layers)."""
-    owners = [name for name, part in module.named_modules() if isinstance(part, kinds)]
+    owners = [name for name, part in module.named_modules(remove_duplicate=False) if isinstance(part, kinds)]
     return frozenset(entry for entry in module.state_dict(keep_vars=True) if entry.rpartition(".")[0] in set(owners))
 
 
@@ -63,7 +71,7 @@ def _head_names(module: nn.Module, head: str | Sequence[str] | None) -> list[str
     named = head or getattr(module, "head_modules", None)
     if named is None:
         return ["head"] if isinstance(getattr(module, "head", None), nn.Module) else None
-    names = [named] if isinstance(named, str) else list(named)
+    names: list[Any] = list(named) if isinstance(named, list | tuple) else [named]
     if not all(isinstance(name, str) for name in names):
-        raise InputError("head", Shown(str(type(named).__name__)), "the name of a module, or several names")
+        raise InputError("head", named, "the name of a module, or several names")
     return names

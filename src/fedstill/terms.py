@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,14 +30,63 @@ def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
 
 def kl(teacher: Tensor, student: Tensor, tau: float, batch: Batch) -> Tensor:
     """KL(q_τ(teacher) ‖ q_τ(student)) with q_τ = softmax(logits / τ), averaged over the batch."""
+    return mean(kl_each(teacher, student, tau), batch)
+
+
+def kl_each(teacher: Tensor, student: Tensor, tau: float) -> Tensor:
+    """KL(q_τ(teacher) ‖ q_τ(student)), one number a sample."""
     log_q = F.log_softmax(teacher / tau, dim=-1)
     log_p = F.log_softmax(student / tau, dim=-1)
-    return mean((log_q.exp() * (log_q - log_p)).sum(-1), batch)
+    return (log_q.exp() * (log_q - log_p)).sum(-1)
+
+
+def squared_error(teacher: Tensor, student: Tensor, batch: Batch) -> Tensor:
+    """Mean over classes of (teacher − student)², averaged over the batch."""
+    return mean((teacher - student).square().mean(-1), batch)
 
 
 def proximal(params: Params, anchor: Params) -> Tensor:
     """½‖w − anchor‖² over the names in `params`."""
     return 0.5 * tree.square_norm({name: params[name] - anchor[name] for name in params})
+
+
+def ewc(params: Params, anchor: Params, fisher: Params) -> Tensor:
+    """½·Σ F·(w − anchor)²: elastic weight consolidation."""
+    value: Tensor = 0.5 * tree.total({n: fisher[n] * (params[n] - anchor[n]).square() for n in params})
+    return value
+
+
+def spectrum(params: Params, transform: Literal["ortho", "raw"]) -> Tensor:
+    """|DFT(vec(w))| at frequencies 0 … ⌊d/2⌋; the rest of the spectrum of real numbers mirrors these."""
+    vector = torch.cat([value.reshape(-1) for value in params.values()])
+    return torch.fft.rfft(vector, norm="ortho" if transform == "ortho" else "backward").abs()
+
+
+def spectral(
+    p: Params,
+    q: Params,
+    share: float,
+    divergence: Literal["generalised", "normalised", "paper"],
+    transform: Literal["ortho", "raw"],
+) -> Tensor:
+    """D(ŝ(p) ‖ ŝ(q)) over the first ⌈share·d⌉ of the d entries of the spectra s(w) = |DFT(vec(w))|.
+
+    paper: Σ p log p − p log q.  generalised: Σ p log(p/q) − p + q, zero exactly at p = q.  normalised: KL of the spectra
+    divided by their sums. Mirrored entries are equal, so each frequency is computed once and counted as often as it occurs.
+    """
+    d = sum(value.numel() for value in p.values())
+    kept = math.ceil(share * d - 1e-9)
+    a, b = spectrum(p, transform), spectrum(q, transform)
+    i = torch.arange(len(a), device=a.device)
+    mirrored = (i > 0) & (d - i != i) & (d - i < kept)
+    times = (i < kept).to(a.dtype) + mirrored.to(a.dtype)
+    if divergence == "normalised":
+        a, b = a / (times * a).sum(), b / (times * b).sum()
+    tiny = torch.finfo(a.dtype).tiny
+    value = a * (a.clamp_min(tiny).log() - b.clamp_min(tiny).log())
+    if divergence == "generalised":
+        value = value - a + b
+    return (times * value).sum()
 
 
 def accuracy(logits: Tensor, y: Tensor) -> Tensor:

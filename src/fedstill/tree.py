@@ -106,9 +106,14 @@ def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
     return map(lambda x, y: torch.where(condition, x, y), a, b)
 
 
+def total(tree: Tree) -> Tensor:
+    """Σ of all entries."""
+    return torch.stack([leaf.sum() for _, leaf in leaves(tree)]).sum()
+
+
 def square_norm(tree: Tree) -> Tensor:
     """Σ of all squares."""
-    return torch.stack([leaf.square().sum() for _, leaf in leaves(tree)]).sum()
+    return total(map(torch.square, tree))
 
 
 def stack(trees: Sequence[Tree]) -> Tree:
@@ -119,6 +124,20 @@ def stack(trees: Sequence[Tree]) -> Tree:
 def unstack(tree: Tree, index: int) -> Tree:
     """One entry of a stacked tree, as its own memory (a view would keep the whole stack alive)."""
     return map(lambda t: t[index].clone(), tree)
+
+
+def fit_rows(tree: Tree, names: frozenset[str], rows: int) -> Tree:
+    """The tree with the named entries cut to `rows` rows, or filled up with zeros."""
+
+    def fit(leaf: Tensor) -> Tensor:
+        if len(leaf) >= rows:
+            return leaf[:rows]
+        return torch.cat([leaf, leaf.new_zeros((rows - len(leaf), *leaf.shape[1:]))])
+
+    return {
+        name: (map(fit, part) if isinstance(part, dict) else fit(part)) if name in names else part
+        for name, part in tree.items()
+    }
 
 
 def to(tree: Tree, device: torch.device | str, dtype: torch.dtype | None = None) -> Tree:
@@ -144,6 +163,12 @@ def aliases(a: Tree, b: Tree) -> list[str]:
     """Names of a's leaves that share memory with any leaf of b."""
     taken = {_memory(leaf) for _, leaf in leaves(b)}
     return [name for name, leaf in leaves(a) if _memory(leaf) in taken]
+
+
+def finite(tree: Tree) -> bool:
+    """Whether no leaf holds a number that is not finite."""
+    sums = [leaf.sum(dtype=torch.float64) for _, leaf in leaves(tree) if leaf.is_floating_point()]
+    return not sums or bool(torch.isfinite(torch.stack(sums)).all())
 
 
 def size(tree: Tree) -> int:

@@ -115,8 +115,85 @@ def freeze_head(model: nn.Module) -> nn.Module:
     return model
 
 
-# ---- the rows ----------------------------------------------------------------------------------------------------------
+def stationary_layers(method: fs.Method) -> None:
+    """As `stationary_alone` for a model with a body and a head: the gradient of CE + decay is zero at the personal model."""
+    g = np.random.default_rng(1)
+    x, y = g.normal(size=(12, 3)), g.integers(0, 2, 12)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    fed = fs.Federation.from_arrays([(x, y, x, y)])
+    run = fs.simulate(
+        method, model=net, data=fed, head="2", rounds=1000, epochs=3, batch_size=12, lr=0.5, momentum=0.0,
+        weight_decay=0.05, dtype="float64", engine="one", eval_every=1000,
+    )  # fmt: skip
+    net.load_state_dict(run.personal(0))
+    loss = nn.functional.cross_entropy(net(torch.from_numpy(x)), torch.from_numpy(y))
+    loss = loss + 0.5 * 0.05 * sum(p.square().sum() for p in net.parameters())
+    assert max(g.abs().max() for g in torch.autograd.grad(loss, list(net.parameters()))) < 1e-8
+
+
+def agreement(method: fs.Method) -> None:
+    """A federation of one: w learns to predict as θ does, so that θ ends where (1−α)·∇CE + decay·θ = 0."""
+    g = np.random.default_rng(1)
+    x, y = g.normal(size=(12, 3)), g.integers(0, 2, 12)
+    decay, net = 0.05, nn.Linear(3, 2, dtype=torch.float64)
+    fed = fs.Federation.from_arrays([(x, y, x, y)])
+    run = fs.simulate(
+        method, model=net, data=fed, rounds=1500, epochs=3, batch_size=12, lr=0.5, momentum=0.0, weight_decay=decay,
+        dtype="float64", engine="one", eval_every=1500,
+    )  # fmt: skip
+
+    def predictions(state: dict[str, torch.Tensor]) -> np.ndarray:
+        logits = x @ state["weight"].numpy().T + state["bias"].numpy()
+        p = np.exp(logits - logits.max(1, keepdims=True))
+        return p / p.sum(1, keepdims=True)
+
+    theta = run.personal(0)
+    assert np.abs(predictions(theta) - predictions(run.generic())).max() < 1e-6
+    residual = (1 - method.alpha) * (predictions(theta) - np.eye(2)[y]) / len(y)
+    assert np.abs(residual.T @ x + decay * theta["weight"].numpy()).max() < 1e-6
+
+
+def printed_divergence_shrinks(method: fs.Method) -> None:
+    """The printed D has no fixed point at equal spectra: there its gradient is that of Σ p, which pulls the weights to zero."""
+    w = {"w": torch.linspace(-1, 2, 7, dtype=torch.float64).requires_grad_()}
+    same = {"w": w["w"].detach().clone()}
+    value = fs.terms.spectral(w, same, 1.0, "paper", "raw")
+    (gradient,) = torch.autograd.grad(value, w["w"])
+    (expected,) = torch.autograd.grad(torch.fft.fft(w["w"]).abs().sum(), w["w"])
+    assert torch.allclose(gradient, expected, atol=1e-10)
+    assert gradient.abs().max() > 0.1
+
+
+def cyclic_stationary(method: fs.Method) -> None:
+    """A federation of one stops where CE + λ·½[KL + KL] + decay has no slope, the two sub-networks written out by hand."""
+    g = np.random.default_rng(1)
+    x, y = g.normal(size=(12, 3)), g.integers(0, 2, 12)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    fed = fs.Federation.from_arrays([(x, y, x, y)])
+    run = fs.simulate(
+        method, model=net, data=fed, rounds=1500, epochs=3, batch_size=12, lr=0.5, momentum=0.0, weight_decay=0.05,
+        dtype="float64", engine="one", eval_every=1500,
+    )  # fmt: skip
+    net.load_state_dict(run.personal(0))
+    hidden = torch.tanh(net[0](torch.from_numpy(x)))
+    private = torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0], dtype=torch.float64)  # the last ⌊0.6·5⌋ = 3 channels
+    full, left, right = (torch.log_softmax(net[2](hidden * mask), 1) for mask in (1.0, private, 1 - private))
+    cyclic = 0.5 * ((left.exp() * (left - right)).sum(1) + (right.exp() * (right - left)).sum(1)).mean()
+    decay = 0.5 * 0.05 * sum(p.square().sum() for p in net.parameters())
+    loss = nn.functional.nll_loss(full, torch.from_numpy(y)) + method.lam * cyclic + decay
+    # With LI the last round's p is the only one that matters at the end; the slope is that of the final objective.
+    assert max(g.abs().max() for g in torch.autograd.grad(loss, list(net.parameters()))) < 1e-6
+
+
+# ---- the rows -------------------------------------------------------------------------------------------------------
 UNIFORM = (1.0, 1.0, 1.0)
+EVERYBODY = {"participation": 1.0}
+SD = {"lam": 0.7, "tau": 2.0}
+SPECTRAL = {"generic_epochs": 2, "personal_epochs": 2}
 ROWS = [
     Row(fs.Local(), own_optimum),
     Row(fs.FedAvg(), reaches(mean_of_pulls(0.0, COUNTS))),
@@ -147,11 +224,120 @@ ROWS = [
         ),
     ),
     Row(
-        fs.PFedSD(lam=0.7, tau=2.0),
+        fs.PFedSD(**SD),
         stationary_alone,
         neutral=(
             Neutral(fs.PFedSD(lam=0), fs.FedAvg(mean="uniform"), of="generic"),
             Neutral(fs.PFedSD(lam=0, mean="weighted"), fs.FedAvg(), of="generic"),
         ),
+    ),
+    Row(
+        fs.PFedSD(**SD, scale_by_temperature=False),
+        stationary_alone,
+        neutral=(Neutral(fs.PFedSD(**SD, scale_by_temperature=False), fs.PFedSD(lam=0.7 / 4, tau=2.0), within=1e-14),),
+    ),
+    Row(
+        fs.PFedSD(**SD, teacher="predictions"),
+        stationary_alone,
+        neutral=(Neutral(fs.PFedSD(**SD, teacher="predictions"), fs.PFedSD(**SD), within=1e-10),),
+    ),
+    Row(
+        fs.PFedSD(**SD, stateless=True),
+        stationary_alone,
+        neutral=(Neutral(fs.PFedSD(**SD, stateless=True), fs.PFedSD(**SD), within=1e-10),),
+    ),
+    *(
+        Row(
+            fs.PFedSD(lam=0.1, regulariser=kind),
+            stationary_alone,
+            neutral=(Neutral(fs.PFedSD(lam=0, regulariser=kind), fs.FedAvg(mean="uniform"), of="generic"),),
+        )
+        for kind in ("mse", "l2", "ewc")
+    ),
+    Row(
+        fs.PFedSD(lam=0.1, regulariser="ewc", stateless=True),
+        stationary_alone,
+        neutral=(
+            Neutral(
+                fs.PFedSD(lam=0.1, regulariser="ewc", stateless=True),
+                fs.PFedSD(lam=0.1, regulariser="ewc"),
+                within=1e-10,
+            ),
+        ),
+    ),
+    Row(
+        fs.PFedSD(**SD, ramp=0.7),
+        stationary_alone,
+        neutral=(Neutral(fs.PFedSD(**SD, ramp=1e-9), fs.PFedSD(**SD)),),
+    ),
+    Row(
+        fs.FedBSD(lam=0.8, head_epochs=2, backbone_epochs=2),
+        stationary_layers,
+        neutral=(
+            Neutral(
+                fs.FedBSD(lam=0, head_epochs=2, backbone_epochs=1),
+                fs.FedRep(head_epochs=2, body_epochs=1, mean="uniform"),
+                of="generic",
+            ),
+        ),
+    ),
+    Row(fs.FedBSD(lam=0.8, head_epochs=2, backbone_epochs=2, start="local"), stationary_layers),
+    Row(
+        fs.PFedKDWCL(alpha=0.3, tau=2.0),
+        agreement,
+        neutral=(Neutral(fs.PFedKDWCL(alpha=0), fs.Local(), of="personal", settings=EVERYBODY),),
+    ),
+    Row(
+        fs.PFedKDWCL(alpha=0.3, server="average"),
+        agreement,
+        neutral=(Neutral(fs.PFedKDWCL(alpha=0, server="average"), fs.Local(), of="personal", settings=EVERYBODY),),
+    ),
+    Row(
+        fs.SpectralCoDistillation(**SPECTRAL, lam_g=0.2, lam_p=0.1),
+        stationary_alone,
+        neutral=(
+            Neutral(
+                fs.SpectralCoDistillation(**SPECTRAL, lam_g=0, lam_p=0),
+                fs.FedAvg(),
+                of="generic",
+                settings={"epochs": 2},
+            ),
+            Neutral(
+                fs.SpectralCoDistillation(**SPECTRAL, lam_g=0, lam_p=0),
+                fs.Local(),
+                of="personal",
+                settings={"epochs": 2, **EVERYBODY},
+            ),
+        ),
+    ),
+    Row(fs.SpectralCoDistillation(**SPECTRAL, divergence="normalised", tau=0.8), stationary_alone),
+    Row(
+        fs.SpectralCoDistillation(**SPECTRAL, divergence="paper", transform="raw", lam_g=1e-3, lam_p=1e-3),
+        printed_divergence_shrinks,
+    ),
+    Row(
+        fs.CD2PFed(p=0.6, distill=False),
+        stationary_layers,
+        neutral=(
+            Neutral(fs.CD2PFed(p=0), fs.FedAvg()),
+            Neutral(fs.CD2PFed(p=0, progressive=False, smoothing=False), fs.FedAvg()),
+            Neutral(fs.CD2PFed(p=1, progressive=False, smoothing=False), fs.Local(), of="personal"),
+        ),
+    ),
+    Row(fs.CD2PFed(p=0.6, progressive=False, smoothing=False, distill=False), stationary_layers),
+    Row(fs.CD2PFed(p=0.6, progressive=False, smoothing=True, distill=False, beta=0.3), stationary_layers),
+    *(
+        Row(
+            fs.CD2PFed(p=0.6, distill=True, progressive=li, smoothing=ta, lam=0.5),
+            cyclic_stationary,
+            neutral=(
+                Neutral(
+                    fs.CD2PFed(p=0.6, distill=True, progressive=li, smoothing=ta, lam=0),
+                    fs.CD2PFed(p=0.6, distill=False, progressive=li, smoothing=ta),
+                ),
+            ),
+        )
+        for li in (True, False)
+        for ta in (True, False)
     ),
 ]

@@ -27,6 +27,7 @@ class Controller:
         for order, done in zip(orders, self.trainer.train(orders[0].round, works), strict=True):
             self.store.put(order.client, done.memory)
             report = {"loss": done.loss, "steps": float(done.steps), "samples": float(done.samples)}
+            report["finite"] = float(done.finite)
             yield Reply("train", order.round, order.client, done.up, report)
 
     def _score(self, orders: Sequence[Order]) -> Iterator[Reply]:

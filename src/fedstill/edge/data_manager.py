@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..data.federation import Federation
+from ..errors import InputError
 
 
 @dataclass(frozen=True)
@@ -59,4 +60,6 @@ def _part(arrays: list[tuple[Tensor, Tensor]], device: torch.device, dtype: torc
     starts = tuple(sum(sizes[:k]) for k in range(len(sizes)))
     x = torch.cat([a.to(dtype) for a, _ in arrays]).to(device)
     y = torch.cat([b for _, b in arrays]).to(device)
+    if not torch.isfinite(x).all():
+        raise InputError("dtype", str(dtype).removeprefix("torch."), "float64, or data within the range of float32")
     return Part(x, y, starts, sizes)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, autograd
 
+from .. import tree
 from ..batch import Batch
 from ..method import Method, Phase
 from ..task import Site, Task
@@ -23,7 +24,7 @@ class One:
     def train(self, bench: Bench, round: int, works: Sequence[Work]) -> Iterator[Done]:
         """Train every client; results in the order of `works`."""
         _keep_freed_memory()
-        with _threads(bench):
+        with _threads(bench), torch.enable_grad():
             for work in works:
                 yield _train(bench, round, work)
 
@@ -66,14 +67,15 @@ def _train(bench: Bench, round: int, work: Work) -> Done:
     steps = bench.steps(work.client, phases)
     site = Site(x, y, torch.arange(len(y), device=x.device), x.new_tensor(len(y)), x.new_tensor(steps))
     task = bench.at(round, site)
+    memory = tree.fit_rows(work.memory, method.per_sample, len(y))
     with torch.no_grad():
-        local = method.start(task, work.down, work.memory)
+        local = method.begin(task, work.down, memory)
     total = torch.zeros((), dtype=x.dtype, device=x.device)
     for phase, epochs in phases:
         local = _phase(bench, task, round, work.client, local, phase, epochs, total)
     with torch.no_grad():
-        up, memory = method.finish(task, work.down, work.memory, local)
-    return Done(work.client, up, memory, float(total) / max(1, steps), steps, len(y))
+        up, kept = method.finish(task, work.down, memory, local)
+    return Done(work.client, up, kept, float(total) / max(1, steps), steps, len(y))
 
 
 def _phase(
@@ -83,8 +85,12 @@ def _phase(
     method, net = bench.method, task.net
     if method.step is not None:
         for batch in _batches(bench, round, client, epochs):
-            local = method.step(task, local, batch)
+            local, loss = method.step(task, local, batch)
+            total += loss.detach()
         return local
+    if phase.enter is not None:
+        with torch.no_grad():
+            local = phase.enter(task, local)
     names, buffers = bench.moving(phase)
     start: Params = local[phase.model]
     params = {
@@ -95,14 +101,24 @@ def _phase(
     sgd, loss_of = bench.sgd(phase), phase.loss or method.loss
     state = sgd.init(weights)
     corrects = type(method).correct is not Method.correct
-    for batch in _batches(bench, round, client, epochs):
+    per_epoch = bench.plan.steps(len(task.here().y), 1)
+    before = tree.clone(params) if phase.after_epoch is not None else params
+    for step, batch in enumerate(_batches(bench, round, client, epochs), start=1):
         loss = loss_of(task, params, local, batch)
+        if not weights:  # everything is frozen; only BatchNorm's statistics may move
+            total += loss.detach()
+            continue
         grads = list(autograd.grad(loss, weights, allow_unused=True, materialize_grads=True))
         if corrects:
             corrected = method.correct(task, local, dict(zip(names, grads, strict=True)))
             grads = [corrected[name] for name in names]
         sgd.update(weights, grads, state)
         total += loss.detach()
+        if phase.after_epoch is not None and step % per_epoch == 0:
+            with torch.no_grad():
+                for name, value in phase.after_epoch(task, before, params).items():
+                    params[name].copy_(value)
+                before = tree.clone(params)
     moved = {*names, *buffers}
     # Contiguous again: what leaves the engine is laid out the same whether it came from here, the wire or a checkpoint.
     trained = {n: params[n].detach().contiguous() if n in moved else start[n] for n in net.names if n in params}

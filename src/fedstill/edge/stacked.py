@@ -16,6 +16,7 @@ from torch.func import grad_and_value, vmap
 
 from .. import tree
 from ..batch import Batch
+from ..functional import Net
 from ..method import Phase
 from ..task import CHUNK, Site, Task
 from ..tree import Params, Tree
@@ -32,7 +33,8 @@ class Stacked:
         sizes = bench.data.train.sizes
         order = sorted(range(len(works)), key=lambda i: (-bench.plan.steps(sizes[works[i].client], 1), i))
         cohort = _Cohort(bench, round, [works[i] for i in order])
-        cohort.run()
+        with torch.enable_grad():
+            cohort.run()
         place = {i: row for row, i in enumerate(order)}
         for i in range(len(works)):
             yield cohort.done(place[i])
@@ -69,7 +71,8 @@ class _Cohort:
         self.steps = [bench.steps(k, self.phases) for k in self.clients]
         self.x, self.y = train.x, train.y
         self.down = tree.stack([work.down for work in works])
-        self.memory = tree.stack([work.memory for work in works])
+        rows, per_sample = max(self.sizes), bench.method.per_sample
+        self.memory = tree.stack([tree.fit_rows(work.memory, per_sample, rows) for work in works])
         self.site = {  # what differs between clients; the samples themselves lie in one shared array
             "index": train.rows(self.clients, max(self.sizes)),
             "samples": self.x.new_tensor(self.sizes),
@@ -84,7 +87,7 @@ class _Cohort:
     def run(self) -> None:
         method = self.bench.method
         with torch.no_grad():
-            local = _over_clients(lambda s, d, m: method.start(self.task(s), d, m), self.site, self.down, self.memory)
+            local = _over_clients(lambda s, d, m: method.begin(self.task(s), d, m), self.site, self.down, self.memory)
         for phase, epochs in self.phases:
             local = self._steps(phase, epochs, local) if method.step is not None else self._phase(phase, epochs, local)
         with torch.no_grad():
@@ -99,10 +102,15 @@ class _Cohort:
     def done(self, row: int) -> Done:
         loss = float(self.total[row]) / max(1, self.steps[row])
         up, memory = tree.unstack(self.up, row), tree.unstack(self.kept, row)
+        memory = tree.fit_rows(memory, self.bench.method.per_sample, self.sizes[row])
         return Done(self.clients[row], up, memory, loss, self.steps[row], self.sizes[row])
 
     def _phase(self, phase: Phase, epochs: int, local: Tree) -> Tree:
         bench, method = self.bench, self.bench.method
+        if phase.enter is not None:
+            enter = phase.enter
+            with torch.no_grad():
+                local = _over_clients(lambda s, mine: enter(self.task(s), mine), self.site, local)
         names, moving_buffers = bench.moving(phase)
         start: Params = local[phase.model]
         names = [n for n in names if n in start]
@@ -120,19 +128,47 @@ class _Cohort:
             grads, (loss, moved) = grad_and_value(objective, has_aux=True)(weights, buffers, fixed, local, site, b)
             return method.correct(self.task(site), local, grads), loss.detach(), moved
 
+        def look(weights: Params, buffers: Params, fixed: Params, local: Tree, site: Tree, b: Tree) -> Any:
+            loss, moved = objective(weights, buffers, fixed, local, site, b)
+            return {}, loss.detach(), moved
+
         sgd = bench.sgd(phase)
         state = sgd.init(list(weights.values()))
-        for active, batch in self._batches(epochs):
+        before = tree.clone({**weights, **buffers}) if phase.after_epoch is not None else {}
+        per_epoch = torch.tensor([bench.plan.steps(n, 1) for n in self.sizes], device=self.x.device)
+        for number, (active, batch) in enumerate(self._batches(epochs), start=1):
             head = _rows(active)
             now, kept = tree.map(head, weights), tree.map(head, buffers)
             args = (tree.map(head, t) for t in (fixed, local, self.site))
-            grads, loss, moved = _over_clients(step, now, kept, *args, batch)
-            sgd.update(list(now.values()), [grads[n] for n in names], [head(s) for s in state])
+            grads, loss, moved = _over_clients(step if names else look, now, kept, *args, batch)
+            if names:
+                sgd.update(list(now.values()), [grads[n] for n in names], [head(s) for s in state])
             for name, value in moved.items():
                 kept[name].copy_(value)
             self.total[:active] += loss
+            if phase.after_epoch is not None:
+                ended = number % per_epoch[:active] == 0
+                self._end_epoch(
+                    phase.after_epoch, ended, tree.map(head, before), {**now, **kept}, tree.map(head, fixed)
+                )
         trained = {**weights, **{n: buffers[n] for n in moving_buffers if n in buffers}}
         return {**local, phase.model: {name: trained.get(name, value) for name, value in start.items()}}
+
+    def _end_epoch(
+        self, after: Callable[..., Params], ended: Tensor, before: Params, now: Params, fixed: Params
+    ) -> None:
+        """For the clients whose epoch has ended: the phase's new values in place, and those as the next epoch's start."""
+
+        def renew(site: Tree, before: Params, now: Params, fixed: Params, ended: Tensor) -> Params:
+            new = {**now, **after(self.task(site), {**fixed, **before}, {**fixed, **now})}
+            return {name: torch.where(ended, new[name], now[name]) for name in now}
+
+        with torch.no_grad():
+            site = tree.map(_rows(len(ended)), self.site)
+            for name, value in _over_clients(renew, site, before, now, fixed, ended).items():
+                now[name].copy_(value)
+                shape = (-1, *[1] * (value.ndim - 1))
+                before[name].copy_(torch.where(ended.reshape(shape), value, before[name]))
 
     def _steps(self, phase: Phase, epochs: int, local: Tree) -> Tree:
         """A phase of a method that brings its own whole step."""
@@ -143,8 +179,9 @@ class _Cohort:
         for active, batch in self._batches(epochs):
             now = tree.map(_rows(active), local)
             site = tree.map(_rows(active), self.site)
-            new = _over_clients(lambda s, mine, b: step(self.task(s), mine, _batch(b)), site, now, batch)
+            new, loss = _over_clients(lambda s, mine, b: step(self.task(s), mine, _batch(b)), site, now, batch)
             tree.map(lambda old, value: old.copy_(value), now, new)
+            self.total[:active] += loss.detach()
         return local
 
     def _batches(self, epochs: int) -> Iterator[tuple[int, Tree]]:
@@ -175,24 +212,39 @@ class _Cohort:
 
 
 def refusal(bench: Bench) -> str | None:
-    """Why this model cannot be stacked, or None: tried on two clients with a batch of two, without effect."""
-    net, data = bench.task.net, bench.data.train
-    if net.cumulative:
-        return "a BatchNorm with momentum=None keeps a cumulative average, which cannot be stacked"
-    params = tree.stack([net.initial()] * 2)
-    names = set(net.parameters)
-    weights, rest = ({n: p for n, p in params.items() if (n in names) is side} for side in (True, False))
-    x = data.x[:1].unsqueeze(0).expand(2, 2, *data.x.shape[1:])
-    key, mask = torch.zeros(2, dtype=torch.int64, device=x.device), torch.ones(2, 2, dtype=x.dtype, device=x.device)
+    """Why this model cannot be stacked, or None.
 
-    def objective(weights: Params, rest: Params, x: Tensor, key: Tensor, mask: Tensor) -> Tensor:
+    Tried in float64 without effect: two clients with two samples each and one row of padding, against the two samples alone. A
+    model whose samples see one another (other than through BatchNorm), or that `vmap` does not take, is refused.
+    """
+    run_net, data = bench.task.net, bench.data.train
+    if run_net.cumulative:
+        return "a BatchNorm with momentum=None keeps a cumulative average, which cannot be stacked"
+    net = Net(run_net.module, run_net.device, torch.float64)
+    x = data.x[:3].double()
+    x = torch.cat([x, x, x])[:3] if len(x) < 3 else x
+    x = x + torch.linspace(0, 0.1, 3, dtype=x.dtype, device=x.device).reshape(-1, *[1] * (x.ndim - 1))
+    mask, key = x.new_tensor([1.0, 1.0, 0.0]), torch.tensor(7, device=x.device)
+    names = set(net.parameters)
+
+    def objective(weights: Params, rest: Params, x: Tensor, key: Tensor, mask: Tensor | None) -> Any:
         copies = {name: value.clone() for name, value in rest.items()}
-        return net({**weights, **copies}, x, train=True, key=key, mask=mask).sum()
+        out = net({**weights, **copies}, x, train=True, key=key, mask=mask)
+        return (out[:2] * torch.arange(1.0, 1 + out[:2].numel(), device=x.device).reshape(out[:2].shape)).sum(), copies
 
     try:
-        _over_clients(grad_and_value(objective), weights, rest, x, key, mask)
+        start = net.initial()
+        weights, rest = ({n: p for n, p in start.items() if (n in names) is side} for side in (True, False))
+        alone = grad_and_value(objective, has_aux=True)(weights, rest, x[:2], key, None)
+        stacks = (tree.stack([t, t]) for t in (weights, rest))
+        step = grad_and_value(objective, has_aux=True)
+        both = _over_clients(step, *stacks, *(torch.stack([t, t]) for t in (x, key, mask)))
     except Exception as error:
         return str(error).strip().splitlines()[0]
+    (g1, (v1, b1)), (g2, (v2, b2)) = alone, both
+    pairs = [(v1, v2[0]), *((g1[n], g2[n][0]) for n in g1), *((b1[n], b2[n][0]) for n in b1)]
+    if any((a - b).abs().max() > 1e-8 * (1 + a.abs().max()) for a, b in pairs if a.numel()):
+        return "its samples see one another, so that padding a batch would change the result"
     return None
 
 

@@ -38,7 +38,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Done:
-    """What a client's training gave. `loss` is the mean over its steps."""
+    """What a client's training gave. `loss` is the mean over its steps; `finite` whether all that it left is."""
 
     client: int
     up: Tree
@@ -46,6 +46,7 @@ class Done:
     loss: float
     steps: int
     samples: int
+    finite: bool = True
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,8 @@ class Trainer:
         for group in self._groups(works):
             for work, done in zip(group, self.engine.train(self.bench, round, group), strict=True):
                 up = tree.unalias(done.up, work.down, work.memory)
-                memory = tree.unalias(done.memory, up, work.down)
-                yield dataclasses.replace(done, up=up, memory=memory)
+                memory = tree.unalias(done.memory, up, work.down, work.memory)
+                yield dataclasses.replace(done, up=up, memory=memory, finite=tree.finite(up) and tree.finite(memory))
 
     def score(self, part: str, models: Sequence[tuple[int, Params]]) -> list[int]:
         """How many of each client's own samples its model gets right."""

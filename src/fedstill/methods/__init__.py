@@ -14,13 +14,11 @@ def _collect() -> dict[str, type[Method]]:
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")
         for value in vars(module).values():
-            if (
-                isinstance(value, type)
-                and issubclass(value, Method)
-                and value.__module__ == module.__name__
-                and value.id
-            ):
-                found[value.id] = value
+            if not (isinstance(value, type) and issubclass(value, Method) and value.__module__ == module.__name__):
+                continue
+            if "id" not in vars(value) or value.id in found:
+                raise TypeError(f"{value.__module__}.{value.__name__} needs an id of its own")
+            found[value.id] = value
     return dict(sorted(found.items()))
 
 

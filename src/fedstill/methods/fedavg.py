@@ -30,7 +30,9 @@ class FedAvg(Method):
 
     mean: Literal["weighted", "uniform"] = setting("weighted", "weigh clients by their samples, or all alike")
 
-    def merge(self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float]) -> Tree:
+    def merge(
+        self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float], clients: Sequence[int]
+    ) -> Tree:
         """w ← Σ p_k·w_k over the entries that were uploaded; what was not uploaded stays as it is."""
         mean = tree.mean([up["params"] for up in ups], self.shares(weights))
         return {**server, "params": {**server["params"], **mean}}

@@ -47,7 +47,7 @@ class FedRep(FedAvg):
         """φ."""
         return {"params": task.body(server["params"])}
 
-    def start(self, task: Task, down: Tree, memory: Tree) -> Tree:
+    def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
         """The received body under the client's head."""
         return {"params": {**down["params"], **memory["head"]}}
 

@@ -36,7 +36,7 @@ class Local(Method):
         """Nothing."""
         return {}
 
-    def start(self, task: Task, down: Tree, memory: Tree) -> Tree:
+    def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
         """From where the client stopped."""
         return {"params": memory["params"]}
 
@@ -44,7 +44,9 @@ class Local(Method):
         """Nothing goes up."""
         return {}, {"params": local["params"]}
 
-    def merge(self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float]) -> Tree:
+    def merge(
+        self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float], clients: Sequence[int]
+    ) -> Tree:
         """The server has nothing to do."""
         return server
 

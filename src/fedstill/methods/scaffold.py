@@ -8,7 +8,7 @@ Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Lea
 
 Choices: (1) option II, η_g = 1, and means over the participants are uniform, as in the paper's Algorithm 1. (2) No momentum,
 whatever the experiment says: option II reads c_k off the distance travelled, which momentum would inflate. (3) Control
-variates cover trainable parameters; BatchNorm's buffers are averaged like the rest of the state.
+variates and η_g cover trainable parameters; BatchNorm's buffers take the plain mean.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SCAFFOLD(FedAvg):
         """x and c."""
         return {"params": server["params"], "c": server["c"]}
 
-    def start(self, task: Task, down: Tree, memory: Tree) -> Tree:
+    def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
         """y ← x, with the correction c − c_k."""
         return {"params": down["params"], "correction": tree.sub(down["c"], memory["c"])}
 
@@ -69,10 +69,12 @@ class SCAFFOLD(FedAvg):
             {"c": tree.add(memory["c"], delta_c)},
         )
 
-    def merge(self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float]) -> Tree:
+    def merge(
+        self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float], clients: Sequence[int]
+    ) -> Tree:
         """x ← x + η_g·mean(Δy), c ← c + |S|/N·mean(Δc)."""
-        mean = tree.mean(ups, self.shares(weights))
+        mean, x = tree.mean(ups, self.shares(weights)), server["params"]
         return {
-            "params": tree.add(server["params"], mean["params"], self.server_lr),
+            "params": {**tree.add(x, mean["params"]), **tree.add(task.trainable(x), mean["params"], self.server_lr)},
             "c": tree.add(server["c"], mean["c"], len(ups) / task.clients),
         }

@@ -9,8 +9,12 @@ import torch
 from torch import nn
 
 from ..errors import InputError, nearest
+from .alexnet import AlexNet
 from .cnn import CNN, LeNet5
+from .digits import DigitsCNN
 from .mlp import MLP, MLR
+from .mobilenet import MobileNetV2
+from .resnet import resnet8, resnet18, resnet32, resnet34, resnet50
 
 Builder: TypeAlias = Callable[[Sequence[int], int], nn.Module]
 
@@ -31,6 +35,16 @@ MODELS: dict[str, tuple[Builder, str]] = {
         lambda s, c: CNN(s, c, (64, 128), (256, 128), dropout=0.6),
         "pFedSD's CNN for CIFAR-100: 5×5 convolutions 64-128, 256-128, dropout",
     ),
+    "digits-cnn3": (DigitsCNN, "FedBN's CNN for digits: 5×5 convolutions 64-64-128, 2048-512, BatchNorm"),
+    "digits-cnn6": (lambda s, c: DigitsCNN(s, c, repeats=2), "the same with each convolution twice (FedBSD)"),
+    "alexnet": (AlexNet, "AlexNet: convolutions 64-192-384-256-256, 4096-4096, dropout"),
+    "alexnet-bn": (lambda s, c: AlexNet(s, c, norm=True), "AlexNet with BatchNorm, no dropout: FedBN's for DomainNet"),
+    "resnet8": (resnet8, "ResNet-8: one block each of 16-32-64, as pFedSD's"),
+    "resnet32": (resnet32, "ResNet-32: five blocks each of 16-32-64"),
+    "resnet18": (resnet18, "ResNet-18: basic blocks 2-2-2-2 of 64-128-256-512"),
+    "resnet34": (resnet34, "ResNet-34: basic blocks 3-4-6-3 of 64-128-256-512"),
+    "resnet50": (resnet50, "ResNet-50: bottlenecks 3-4-6-3 of 64-128-256-512"),
+    "mobilenetv2": (MobileNetV2, "MobileNetV2: inverted residuals, width 1"),
 }
 
 

@@ -1,0 +1,125 @@
+"""CD²-pFed: a growing share of every layer's channels is private; private and shared sub-network teach each other.
+
+    p_t = p·t/T   (LI)      of a layer's C output channels the last ⌊p_t·C⌋ are private, the rest is shared
+    min  CE(g_full) + λ·½[ KL(y_L ‖ y_G) + KL(y_G ‖ y_L) ]   (CD)     y_L, y_G: outputs with shared, or private, channels silenced
+    w ← β_t·w' + (1−β_t)·w_prev  for private w after every epoch (TA),  β_t = β·exp(−5(1−t/t0)²) for t ≤ t0, then β
+    server: shared channels ← Σ p_k·w_k,  p_k = n_k / Σ n_j
+
+Shen et al., "CD²-pFed: Cyclic Distillation-guided Channel Decoupling for Model Personalization in Federated Learning", CVPR 2022.
+
+Choices: (1) The classifier is divided by its input channels; its bias is shared while p_t < 1. Rounds count from 1, so p_T = p.
+(2) A channel is silenced where the next layer reads it, so after BatchNorm and activation; only g_full moves BatchNorm's
+statistics. (3) Gradients flow through both sides of the distillation; the term is zero until every layer has both a private and
+a shared channel. (4) A parameter that turns private starts from its shared value; for that the server sends all channels (a
+client may have missed rounds), and clients upload the shared ones only. (5) `progressive`, `smoothing` and `distill` switch LI,
+TA and CD off (Table 5). (6) BatchNorm's statistics are divided by channel like its weights. (7) The generic model has, in
+private channels, the values that were last shared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .. import terms, tree
+from ..batch import Batch
+from ..method import Phase
+from ..settings import setting
+from ..task import Task
+from ..tree import Params, Tree
+from .fedavg import FedAvg
+
+
+@dataclass(frozen=True, kw_only=True)
+class CD2PFed(FedAvg):
+    """A growing share of channels is private; the private and the shared sub-network teach each other."""
+
+    id: ClassVar[str] = "cd2-pfed"
+    paper: ClassVar[str] = "Shen et al., CVPR 2022"
+    scores: ClassVar[tuple[str, ...]] = ("personal", "generic")
+
+    p: float = setting(0.5, "share of the channels that is private in the end", least=0, most=1)
+    lam: float = setting(1.0, "λ, weight of the cyclic distillation", least=0)
+    beta: float = setting(0.5, "β, how much of a private weight's update is kept", above=0, most=1)
+    ramp_fraction: float = setting(0.1, "t0 as a share of the rounds: β_t rises until then", least=0, most=1)
+    progressive: bool = setting(True, "LI: the private share grows from round to round")
+    smoothing: bool = setting(True, "TA: private weights are averaged over epochs")
+    distill: bool = setting(True, "CD: the sub-networks teach each other")
+
+    def check(self, task: Task) -> None:
+        """The model's graph must be one that can be followed."""
+        _ = task.channels
+
+    def share(self, task: Task) -> float:
+        """p_t."""
+        return self.p * task.round / task.rounds if self.progressive else self.p
+
+    def init_client(self, task: Task, params: Params) -> Tree:
+        """The client's own model, and the round in which it last took part (0: never)."""
+        return {"own": params, "last": torch.zeros_like(next(iter(params.values())).sum(), dtype=torch.float64)}
+
+    def private(self, task: Task) -> frozenset[str]:
+        """What is private as a whole; the laws of this method check the channels."""
+        return frozenset(task.net.names) if self.p == 1 and not self.progressive else frozenset()
+
+    def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
+        """Shared channels from the download, private ones from the client's own model."""
+        return {"params": self.joined(task, down["params"], memory)}
+
+    def joined(self, task: Task, received: Params, memory: Tree) -> Params:
+        """The received model with those channels of the client's own that are private now and were when it last trained."""
+        last: Tensor = memory["last"]
+        ratio = last / task.rounds if self.progressive else (last > 0).to(last.dtype)
+        before, now = self.p * ratio, last.new_tensor(self.share(task))
+        part = task.channels.is_private
+        mine = {n: part(n, v, now) & part(n, v, before) for n, v in received.items()}
+        return {n: torch.where(mine[n], memory["own"][n], v) for n, v in received.items()}
+
+    def phases(self, task: Task) -> tuple[Phase, ...]:
+        """The experiment's epochs; private weights are smoothed after each."""
+        return (Phase(after_epoch=self.smooth if self.smoothing else None),)
+
+    def loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
+        """CE(g_full) + λ·½[KL(y_L ‖ y_G) + KL(y_G ‖ y_L)]."""
+        loss, p = self.fit(task, params, batch), self.share(task)
+        if not self.distill or self.lam == 0 or not task.channels.both(p):
+            return loss
+        y_l, y_g = (task.gated_logits(params, batch, task.channels.gates(p, own, batch.x)) for own in (True, False))
+        return loss + self.lam * 0.5 * (terms.kl(y_l, y_g, 1.0, batch) + terms.kl(y_g, y_l, 1.0, batch))
+
+    def smooth(self, task: Task, before: Params, after: Params) -> Params:
+        """Private weights: β_t·w' + (1−β_t)·w_prev."""
+        t0, beta = self.ramp_fraction * task.rounds, self.beta
+        if task.round <= t0:
+            beta *= math.exp(-5 * (1 - task.round / t0) ** 2)
+        p = next(iter(after.values())).new_tensor(self.share(task), dtype=torch.float64)
+        return {
+            n: torch.where(task.channels.is_private(n, after[n], p), beta * after[n] + (1 - beta) * before[n], after[n])
+            for n in task.net.parameters
+        }
+
+    def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
+        """Shared channels go up; the client keeps its own model."""
+        own, p = local["params"], self.share(task)
+        shared = {name: task.channels.shared(name, value, p) for name, value in own.items()}
+        last = torch.full_like(memory["last"], float(task.round))
+        return {"params": {n: v for n, v in shared.items() if v.numel()}}, {"own": own, "last": last}
+
+    def merge(
+        self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float], clients: Sequence[int]
+    ) -> Tree:
+        """Shared channels ← their mean; the others keep the values that were last shared."""
+        mean, p = tree.mean([up["params"] for up in ups], self.shares(weights)), self.share(task)
+        params = tree.clone(server["params"])
+        for name, value in mean.items():
+            task.channels.shared(name, params[name], p).copy_(value)
+        return {"params": params}
+
+    def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
+        """The current shared channels with the client's private ones."""
+        return self.joined(task, down["params"], memory)

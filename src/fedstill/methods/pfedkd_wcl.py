@@ -1,0 +1,88 @@
+"""pFedKD-WCL: the personal models learn from labels and from the global model; the global model learns from them.
+
+    client:  min_θ  (1−α)·CE(θ_i) + α·T²·KL( p_w ‖ p_θ )            θ_i goes on from where it was, it is never reset to w
+    server:  w ← w − η·(1/|S|)·Σ_i ∇_w KL( p_θ̂_i ‖ p_w )
+
+Hu et al., "A Novel Algorithm for Personalized Federated Learning: Knowledge Distillation with Weighted Combination Loss", 2025.
+Eq. 2, Eq. 3 and Algorithm 1.
+
+Choices: (1) The server's gradient needs data that it must not see: each client computes ∇_w KL on its own data after training
+and uploads that gradient, which has the size of a model (server="distill"). server="average" takes the mean of the θ̂_i instead.
+(2) T² stands in Eq. 2 and not in Eq. 3, and so here; T = 1 by default. (3) Algorithm 1 counts local steps, §3.2 says 20
+local epochs: epochs. (4) Teachers run in evaluation mode without gradient, once over the client's data. (5) In "distill" the
+global model's BatchNorm statistics are the mean of the clients'; its parameters move by the gradient alone. (6) A client
+that never took part is scored with the current global model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from .. import terms, tree
+from ..batch import Batch
+from ..settings import setting
+from ..task import Task
+from ..tree import Params, Tree
+from .fedavg import FedAvg
+
+
+@dataclass(frozen=True, kw_only=True)
+class PFedKDWCL(FedAvg):
+    """Personal and global model teach each other, in a weighted combination of losses."""
+
+    id: ClassVar[str] = "pfedkd-wcl"
+    paper: ClassVar[str] = "Hu et al., 2025"
+    scores: ClassVar[tuple[str, ...]] = ("personal", "generic")
+
+    alpha: float = setting(0.1, "α, weight of the global model against the labels", least=0, most=1)
+    tau: float = setting(1.0, "T, temperature of the softmax", above=0)
+    server: Literal["distill", "average"] = setting("distill", "how the global model learns")
+    server_lr: float = setting(0.0, "η of the server's step; 0: as lr", least=0)
+    mean: Literal["weighted", "uniform"] = setting("uniform", "weigh clients by their samples, or all alike")
+
+    def init_client(self, task: Task, params: Params) -> Tree:
+        """θ_i = w⁰, and that no round has been seen yet."""
+        return {"theta": params, "seen": torch.zeros_like(next(iter(params.values())).sum())}
+
+    def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
+        """θ_i as it was; the global model's predictions on all local data."""
+        return {"params": memory["theta"], "teacher": task.local_logits(down["params"])}
+
+    def loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
+        """(1−α)·CE + α·T²·KL(p_w ‖ p_θ)."""
+        logits = task.logits(params, batch)
+        held = self.tau**2 * terms.kl(local["teacher"][batch.index], logits, self.tau, batch)
+        return (1 - self.alpha) * terms.cross_entropy(logits, batch) + self.alpha * held
+
+    def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
+        """θ̂_i stays; up goes ∇_w KL(p_θ̂ ‖ p_w) on the client's own data, or θ̂_i itself."""
+        theta, kept = local["params"], {"theta": local["params"], "seen": torch.ones_like(memory["seen"])}
+        if self.server == "average":
+            return {"params": theta}, kept
+        student = task.local_logits(theta)
+
+        def divergence(w: Params, batch: Batch) -> Tensor:
+            return terms.kl_each(student[batch.index], task.net(w, batch.x, train=False), self.tau)
+
+        gradient = task.local_gradient(divergence, down["params"])
+        return {"gradient": gradient, "params": {name: theta[name] for name in task.net.buffers}}, kept
+
+    def merge(
+        self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float], clients: Sequence[int]
+    ) -> Tree:
+        """w ← w − η·mean of the gradients, or the mean of the θ̂_i."""
+        server = super().merge(task, server, ups, weights, clients)
+        if self.server == "average":
+            return server
+        gradient = tree.mean([up["gradient"] for up in ups], self.shares(weights))
+        moved = tree.add(task.trainable(server["params"]), gradient, -(self.server_lr or task.lr))
+        return {"params": {**server["params"], **moved}}
+
+    def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
+        """θ_i, or the global model for a client that never took part."""
+        return tree.where(memory["seen"] > 0, memory["theta"], down["params"])
