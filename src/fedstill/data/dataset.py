@@ -78,6 +78,13 @@ class Dataset:
             return None
         return self.tensor(self.test_x), torch.from_numpy(self.test_y.copy())
 
+    def like(self, other: Dataset) -> Dataset:
+        """These samples normalised as another set is: an external test set as what the models were trained on."""
+        if self.shape != other.shape or self.classes != other.classes:
+            shown = Shown(f"samples {self.shape} of {self.classes} classes")
+            raise InputError(self.name, shown, f"{other.shape} of {other.classes} classes as {other.name} is")
+        return replace(self, mean=other.mean, std=other.std)
+
     def pooled(self) -> Dataset:
         """The official training and test parts as one, in that order."""
         if self.test_x is None or self.test_y is None:

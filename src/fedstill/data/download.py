@@ -65,6 +65,14 @@ REMOTES: dict[str, Remote] = {
         },
         "fmnist/",
     ),
+    "svhn": Remote(
+        ("http://ufldl.stanford.edu/housenumbers/",),
+        {
+            "train_32x32.mat": "e26dedcc434d2e4c54c9b2d4a06d8373",
+            "test_32x32.mat": "eb5a983be6a315427106f1b164d9cef3",
+        },
+        "svhn/",
+    ),
     "cifar10": Remote(
         _TORONTO,
         {"cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530"},

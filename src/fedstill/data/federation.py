@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,9 +47,22 @@ class Federation:
     hash: str
     test: Pair | None = None
     partition_record: dict[str, Any] = field(default_factory=dict)
+    labels: tuple[str, ...] = ()  # the classes' names, where the source has them
+    mean: tuple[float, ...] = ()  # how the source's samples were normalised, per channel
+    std: tuple[float, ...] = ()
+    external: Pair | None = None  # test data of a source that no client had, normalised alike
 
     def __len__(self) -> int:
         return len(self.clients)
+
+    def checksum(self) -> str:
+        """A fast checksum of every client's samples and labels, to notice data that has changed under a run."""
+        crc = 0
+        for client in self.clients:
+            for part in (client.x_train, client.y_train, client.x_test, client.y_test, client.x_val, client.y_val):
+                if part is not None:
+                    crc = zlib.crc32(part.contiguous().numpy().tobytes(), crc)
+        return f"crc32:{crc:08x}"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -153,7 +167,10 @@ class Federation:
                 continue
             train, val, test = cut(hand, parts, seed, k)
             members.append(Client(*_take(data, train), *_take(data, test), *(_take(data, val) if len(val) else ())))
-        return cls(tuple(members), data.classes, data.name, record.hash, data.test_tensors(), record.as_dict())
+        return cls(
+            tuple(members), data.classes, data.name, record.hash, data.test_tensors(), record.as_dict(),
+            data.labels, data.mean, data.std,
+        )  # fmt: skip
 
 
 def _take(data: Dataset, index: Ints) -> Pair:

@@ -16,6 +16,7 @@ from ..errors import InputError
 from .dataset import Array, Dataset, dataset
 
 IDX = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
+CIFAR_SAMPLE = 1000  # records up to which a file of CIFAR's is taken for a sample of it
 
 
 def wrong(path: Path | str, right: str) -> InputError:
@@ -73,10 +74,19 @@ def cifar(path: Path, label_bytes: int) -> tuple[Array, Array]:
 
 
 def cifar_set(name: str, folder: Path, train: Sequence[str], test: str, label_bytes: int, classes: int) -> Dataset:
-    """CIFAR-10 or CIFAR-100 from the binary version's files."""
-    parts = [cifar(folder / file, label_bytes) for file in train]
-    x, y = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return dataset(name, str(folder), x, y, cifar(folder / test, label_bytes), classes=classes)
+    """CIFAR-10 or CIFAR-100 from the binary version's files: 50,000 training and 10,000 test records in all.
+
+    The format has no header, so a file that was cut between two records is told by its number of records alone: all
+    files hold the published number, or all are samples of at most 1,000 that someone cut on purpose.
+    """
+    parts = [cifar(folder / file, label_bytes) for file in (*train, test)]
+    published = [50_000 // len(train)] * len(train) + [10_000]
+    if any(len(y) > CIFAR_SAMPLE for _, y in parts):
+        for file, (_, y), count in zip((*train, test), parts, published, strict=True):
+            if len(y) != count:
+                raise wrong(folder / file, f"{count} records long as it is published (it has {len(y)})")
+    x, y = (np.concatenate(column) for column in zip(*parts[:-1], strict=True))
+    return dataset(name, str(folder), x, y, parts[-1], classes=classes)
 
 
 def npz(path: Path) -> dict[str, Array]:

@@ -1,0 +1,108 @@
+"""FLICKR-AES and REAL-CUR (Ren et al., "Personalized Image Aesthetics", ICCV 2017): a rater is a client.
+
+FLICKR-AES as the repository alanspike/personalizedImageAesthetics publishes it: FLICKR-AES_image_labeled_by_each_worker.csv
+with the columns worker, imagePair and score (1 to 5; the header has spaces after its commas), and FLICKR-AES-001.zip,
+which unpacks to the folder `40K` (baselines/FedPer of the repository adap/flower reads both so). An image that several
+workers rated is a sample of each. FedPer and CD²-pFed take 30 workers and do not say which: `flickr-aes:30` draws 30 among
+those with 60 to 290 ratings that use all five scores (Flower's reading of FedPer), always the same ones.
+
+REAL-CUR, 14 albums rated by their owners: `images/USER/SCORE/FILE`, as one public reader has it; the archive itself could
+not be looked into. Labels are score − 1, so that either set can test models that were trained on the other.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import InputError, Shown
+from .dataset import Dataset, dataset
+from .draw import generator
+from .files import content, wrong
+from .images import choose, decode, folders_in, images_in, inside
+
+RATINGS = "FLICKR-AES_image_labeled_by_each_worker.csv"
+SCORES = ("1", "2", "3", "4", "5")
+FEWEST, MOST = 60, 290  # ratings of a worker that `flickr-aes:NUMBER` draws among
+
+Rated = dict[str, list[tuple[Path, int]]]  # each rater's images and labels
+
+
+def flickr_set(
+    name: str, folder: Path, size: int | None, workers: int | None = None, chosen: Sequence[str] = ()
+) -> Dataset:
+    """FLICKR-AES: all workers, a number of them that is drawn once and for all, or the chosen ones."""
+    rated = _ratings(folder / RATINGS, folder / "40K")
+    if workers is not None and chosen:
+        raise InputError("data", name, "with a number of workers or their names, not both")
+    if workers is not None:
+        chosen = _drawn(name, rated, workers)
+    return _rated_set(name, folder, {w: rated[w] for w in choose(name, "worker", sorted(rated), chosen)}, size)
+
+
+def realcur_set(name: str, folder: Path, size: int | None, chosen: Sequence[str] = ()) -> Dataset:
+    """REAL-CUR: all users or the chosen ones."""
+    rated: Rated = {}
+    try:
+        for user in folders_in(folder / "images"):
+            for score in folders_in(user):
+                if score.name not in SCORES:
+                    raise InputError("data", str(score), "a folder named by a score from 1 to 5")
+                listed = [(path, SCORES.index(score.name)) for path in images_in(score)]
+                if listed:
+                    rated.setdefault(user.name, []).extend(listed)
+    except OSError as error:
+        raise InputError("data", str(folder), f"a folder that can be read ({error})") from None
+    if not rated:
+        raise InputError("data", str(folder / "images"), "a folder that holds USER/SCORE/*.jpg")
+    return _rated_set(name, folder, {u: rated[u] for u in choose(name, "user", sorted(rated), chosen)}, size)
+
+
+def _rated_set(name: str, folder: Path, rated: Rated, size: int | None) -> Dataset:
+    listed = [(path, label, k) for k, own in enumerate(rated.values()) for path, label in own]
+    return dataset(
+        name,
+        str(folder),
+        decode([path for path, _, _ in listed], size, colour=True),
+        np.array([label for _, label, _ in listed]),
+        None,
+        len(SCORES),
+        owner=np.array([k for _, _, k in listed], np.int64),
+        labels=SCORES,
+        groups=tuple(rated),
+    )
+
+
+def _drawn(name: str, rated: Rated, workers: int) -> list[str]:
+    fit = [w for w in sorted(rated) if FEWEST <= len(rated[w]) <= MOST and len({y for _, y in rated[w]}) == len(SCORES)]
+    if not 1 <= workers <= len(fit):
+        right = f"from 1 to {len(fit)} workers: so many have {FEWEST} to {MOST} ratings that use all five scores"
+        raise InputError("data", name, right)
+    return [fit[i] for i in generator(0, "flickr-aes", workers).permutation(len(fit))[:workers]]
+
+
+def _ratings(path: Path, images: Path) -> Rated:
+    """Who rated which image how, from the published file."""
+    try:
+        text = content(path).decode("utf-8-sig")
+        rows = [(n, [c.strip() for c in row]) for n, row in enumerate(csv.reader(io.StringIO(text)), 1) if any(row)]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise wrong(path, f"a CSV file in UTF-8 ({error})") from None
+    if not rows or [cell.lower() for cell in rows[0][1]] != ["worker", "imagepair", "score"]:
+        raise wrong(path, "a CSV file with the columns worker, imagePair, score")
+    rated: Rated = {}
+    for number, row in rows[1:]:
+        where = f"{path}, line {number}"
+        if len(row) != 3 or not row[0]:
+            raise InputError(where, Shown(f"{len(row)} cells"), "a worker, an image and a score")
+        if row[2].removesuffix(".0") not in SCORES:
+            raise InputError(where, row[2], "a score from 1 to 5")
+        label = SCORES.index(row[2].removesuffix(".0"))
+        rated.setdefault(row[0], []).append((inside(images, row[1], where), label))
+    if not rated:
+        raise wrong(path, "a CSV file with at least one rating")
+    return rated
