@@ -142,8 +142,8 @@ class QuadraticFit:
         return terms.mean(0.5 * batch.x[:, 0] * (w - batch.x[:, 1]) ** 2, batch)
 
 
-def on_quadratics(method: fs.Method, **changes) -> fs.Run:
-    """Run a method on the quadratic clients: full batches, full participation."""
+def on_quadratics(method: fs.Method, only: int | None = None, **changes) -> fs.Run:
+    """Run a method on the quadratic clients, or on one of them: full batches, full participation."""
     kind = type(method)
     quadratic = dataclass(frozen=True, kw_only=True)(type(f"Quadratic{kind.__name__}", (QuadraticFit, kind), {}))
     fields = values_of(method)
@@ -151,6 +151,7 @@ def on_quadratics(method: fs.Method, **changes) -> fs.Run:
         (np.tile([a, b], (n, 1)), np.zeros(n, dtype=int), np.array([[a, b]]), np.zeros(1, dtype=int))
         for a, b, n in zip(A, B, COUNTS, strict=True)
     ]
+    clients = clients if only is None else [clients[only]]
     settings = dict(
         rounds=400, epochs=5, batch_size=100, lr=0.1, momentum=0.0, dtype="float64", engine="one", eval_every=400
     )
