@@ -3,7 +3,8 @@
 | | |
 |---|---|
 | model | `personal`: each client's own; `generic`: the one for everybody |
-| clients | `all`, or the `participants` of the round |
+| clients | `all` (of those that train), or the `participants` of the round, each on its own test data; or `common`: the
+            common test set, which belongs to nobody (generic model only) |
 | mean | `client`: every client counts alike; `sample`: every test sample does |
 | round | `last`; `mean10`: mean of the last ten scored; `best-val`: the best on validation data;
           `best-test`: the best on test data, which looks at the answer and is labelled so |
@@ -43,8 +44,8 @@ def summary(scores: Scores, prefix: str = "") -> dict[str, Any]:
     """The numbers of one round's record.
 
     `personal` is the mean over clients, `personal_sample` over samples, `personal_std` the spread over clients and
-    `personal_worst` the mean of the worst tenth of clients; `generic` counts every client's test samples alike;
-    `generic_client` is its mean over clients.
+    `personal_worst` the mean of the worst tenth of clients; `generic` counts every client's test samples alike (the common
+    test set, where there is one, has a number of its own: `generic_common`); `generic_client` is its mean over clients.
     """
     sizes = np.array(scores.samples, dtype=float)
     found: dict[str, Any] = {}
@@ -72,12 +73,14 @@ class Evaluation:
     """Which number a result is."""
 
     model: Literal["personal", "generic"] = setting("personal", "which model is scored")
-    clients: Literal["all", "participants"] = setting("all", "whose test data counts")
+    clients: Literal["all", "participants", "common"] = setting("all", "whose test data counts")
     mean: Literal["client", "sample"] = setting("client", "what counts alike: clients or samples")
     round: Literal["last", "mean10", "best-val", "best-test"] = setting("last", "which round counts")
 
     def __post_init__(self) -> None:
         settings.check(self)
+        if self.clients == "common" and self.model == "personal":
+            raise InputError("model", self.model, "'generic' on the common test set, where no client is at home")
 
     def __str__(self) -> str:
         rounds = {
@@ -86,6 +89,8 @@ class Evaluation:
             "best-val": "best round on validation data",
             "best-test": "best round ON TEST DATA",
         }
+        if self.clients == "common":
+            return f"{self.model} model, common test set, {rounds[self.round]}"
         return f"{self.model} model, {self.clients} clients, mean per {self.mean}, {rounds[self.round]}"
 
     def of(self, history: Sequence[dict[str, Any]]) -> float:
@@ -93,6 +98,8 @@ class Evaluation:
         scored = [record for record in history if f"{self.model}_clients" in record]
         if not scored:
             raise InputError("model", self.model, "a model that this run scored")
+        if self.clients == "common" and "generic_common" not in scored[0]:
+            raise InputError("clients", self.clients, "'all' or 'participants': this run has no common test set")
         at: Callable[[dict[str, Any], str], float] = self._at
         if self.round == "last":
             return at(scored[-1], "")
@@ -107,6 +114,8 @@ class Evaluation:
         return at(max(scored, key=lambda record: at(record, "val_")), "")
 
     def _at(self, record: dict[str, Any], prefix: str) -> float:
+        if self.clients == "common":  # validation data is the clients' own, every sample counting alike
+            return float(record[f"{prefix}generic" if prefix else "generic_common"])
         rates, sizes = record[f"{prefix}{self.model}_clients"], record[f"{prefix}samples"]
         chosen = [str(k) for k in record["participants"]] if self.clients == "participants" else list(rates)
         values = [rates[k] for k in chosen if k in rates]

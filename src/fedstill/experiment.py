@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,11 @@ class Training:
     nesterov: bool = setting(False, "Nesterov's momentum", group="local training")
     weight_decay: float = setting(0.0, "weight decay of SGD", least=0, group="local training")
     seed: int = setting(
-        0, "seed of everything random: partition, weights, cohorts, batches, dropout", least=0, group="federation"
+        0,
+        "seed of everything random: partition, weights, cohorts, batches, dropout",
+        least=0,
+        most=2**63 - 1,
+        group="federation",
     )
     dtype: Literal["float32", "float64"] = setting("float32", "precision", group="machine")
     device: str = setting("auto", "cpu, cuda, cuda:1, …; auto takes a GPU where there is one", group="machine")
@@ -40,6 +45,17 @@ class Training:
     eval_every: int = setting(
         1, "score all clients every so many rounds, and after the last", least=1, group="federation"
     )
+    new: bool = setting(False, "score all clients' models together, owner of a sample unknown (New)", group="scores")
+    averaged: bool = setting(
+        False, "score the mean of the personal models of methods without a generic one", group="scores"
+    )
+    forgetting: bool = setting(
+        False, "each round, score what participants download against what they had trained", group="scores"
+    )
+    fine_tune: int = setting(0, "epochs that each client trains on after the federation (+FT)", least=0, group="scores")
+    fine_tune_part: Literal["head", "all"] = setting("head", "what these epochs train", group="scores")
+    newcomers: int = setting(0, "clients, by the seed, that join only after the federation", least=0, group="scores")
+    join_epochs: int = setting(5, "epochs that a newcomer then trains on its own data", least=1, group="scores")
 
     def __post_init__(self) -> None:
         settings.check(self)
@@ -71,6 +87,7 @@ class Experiment(Training):
     )
     model: str = setting("mlp", "a model by name ('fedstill models' lists them)", group="model")
     head: tuple[str, ...] = setting((), "the modules that make the head; empty: as the model says", group="model")
+    external: str = setting("", "also score on data that no client has: a name or path, as data", group="scores")
     checkpoint_every: int = setting(
         10, "keep the state every so many rounds, and after the last", least=1, group="machine"
     )
@@ -115,9 +132,10 @@ class Experiment(Training):
         return cls.from_values(values)
 
 
-def to_toml(training: Training, method: Method) -> str:
+def to_toml(training: Training, method: Method, **more: object) -> str:
     """All settings of a run as TOML, no default left unsaid."""
-    lines = [f"{name} = {_toml(value)}" for name, value in settings.values_of(training).items()]
+    values = {**more, **settings.values_of(training)}
+    lines = [f"{name} = {_toml(value)}" for name, value in values.items()]
     lines += ["", "[method]", f"id = {_toml(method.id)}"]
     lines += [f"{name} = {_toml(value)}" for name, value in settings.values_of(method).items()]
     return "\n".join(lines) + "\n"
@@ -138,8 +156,7 @@ def _toml(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's escapes are TOML's
     if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     return repr(value)

@@ -39,7 +39,7 @@ class Net:
     def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         try:
             self.module = copy.deepcopy(module).to(device)
-            complex_ = [n for n, v in self.module.state_dict().items() if v.is_complex()]
+            complex_ = [n for n, v in self.module.state_dict().items() if v.numel() and v.is_complex()]
         except Exception as error:
             reason = str(error).strip().splitlines()[0]
             raise InputError(

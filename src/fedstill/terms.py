@@ -80,9 +80,9 @@ def spectral(
     i = torch.arange(len(a), device=a.device)
     mirrored = (i > 0) & (d - i != i) & (d - i < kept)
     times = (i < kept).to(a.dtype) + mirrored.to(a.dtype)
-    if divergence == "normalised":
-        a, b = a / (times * a).sum(), b / (times * b).sum()
     tiny = torch.finfo(a.dtype).tiny
+    if divergence == "normalised":
+        a, b = a / (times * a).sum().clamp_min(tiny), b / (times * b).sum().clamp_min(tiny)
     value = a * (a.clamp_min(tiny).log() - b.clamp_min(tiny).log())
     if divergence == "generalised":
         value = value - a + b

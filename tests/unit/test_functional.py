@@ -9,6 +9,8 @@ from torch import nn
 import fedstill as fs
 from fedstill.functional import Net
 
+from ..problems import make, ragged
+
 CPU, F64 = torch.device("cpu"), torch.float64
 
 
@@ -122,9 +124,48 @@ class Noisy(nn.Module):
         return self.fc(x + 0.1 * torch.randn_like(x))
 
 
+class Odd(nn.Module):
+    """A linear model that does something unusual with what it is given."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.fc, self.what = nn.Linear(4, 3), what
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("hidden", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        if self.what == "assigns" and self.training:
+            self.seen = self.seen + 1
+        if self.what == "hides" and self.training:
+            self.hidden.add_(1)
+        if self.what == "drops in evaluation":
+            x = F.dropout(x, 0.5)
+        if self.what == "mixes in evaluation":
+            x = x - x.mean(0)
+        return self.fc(x).squeeze() if self.what == "squeezes" else self.fc(x)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4, 3, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (x.to(self.w.dtype) @ self.w).real
+
+
 @pytest.mark.parametrize(
     ("model", "says"),
     [
+        (Odd("assigns"), "buffer seen.*in place"),
+        (Odd("hides"), "buffer hidden.*persistent"),
+        (Odd("drops in evaluation"), "randomness"),
+        (Odd("mixes in evaluation"), "each sample by itself"),
+        (Odd("squeezes"), "for 1 samples"),
+        (Complex(), "real numbers"),
+        (nn.LazyLinear(3), "copied|initialized|uninitialized"),
+        (None, "nn.Module"),
+        ("mlp", "nn.Module"),
         (Noisy(), "randomness"),
         (nn.Linear(5, 3), "samples of shape 4"),
         (nn.Linear(4, 2), r"\[batch, 3\]"),
@@ -151,3 +192,84 @@ def test_pooling_before_relu_gives_the_same_values_and_gradients() -> None:
     assert torch.equal(papers, ours)
     gradients = [torch.autograd.grad((out * weights).sum(), x)[0] for out in (papers, ours)]
     assert torch.equal(*gradients)
+
+
+class Coupled(nn.Module):
+    """A model whose training sees other rows of the batch, in ways that a mask cannot reach."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.fc, self.how, self.drop = nn.Linear(4, 3), how, nn.Dropout(0.5)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        if self.how == "batch mean" and self.training:
+            self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+            x = x - x.mean(0)
+        if self.how == "sequence dropout":  # [time, batch, features]: a mask by position would see the batch's size
+            x = self.drop(x.unsqueeze(0).expand(2, -1, -1)).sum(0)
+        return self.fc(x)
+
+
+@pytest.mark.parametrize("how", ["batch mean", "sequence dropout"])
+def test_a_model_that_padding_would_change_is_trained_one_by_one(how: str) -> None:
+    with pytest.raises(fs.InputError, match="'one' for this model: its samples see one another"):
+        run(fs.FedAvg(), data=ragged(), model=Coupled(how), engine="stacked")
+    many = ragged(sizes=((3, 2),) * 12)
+    plain = run(fs.FedAvg(), data=many, model=Coupled(how), engine="auto")
+    assert plain.engine == "one"
+
+
+def run(method: fs.Method, *, data: fs.Federation, model: nn.Module, engine: str) -> fs.Run:
+    return fs.simulate(method, model=model, data=data, rounds=1, epochs=1, batch_size=2, engine=engine, dtype="float64")
+
+
+def test_a_module_used_under_two_names() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+            self.b = self.a
+
+        def forward(self, x):
+            return self.head(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+    model = Twice().double()
+    ends = {
+        e: run(fs.FedRep(head_epochs=1), data=ragged(), model=model, engine=e).personal(0) for e in ("one", "stacked")
+    }
+    assert torch.equal(ends["one"]["a.weight"], ends["one"]["b.weight"])
+    assert max((ends["one"][n] - ends["stacked"][n]).abs().max() for n in ends["one"]) < 1e-10
+
+
+@pytest.mark.parametrize("engine", ["one", "stacked"])
+@pytest.mark.parametrize("frozen", ["fc1", "fc2"])
+def test_a_phase_in_which_all_is_frozen(engine: str, frozen: str) -> None:
+    model = make("plain")
+    model.get_submodule(frozen).requires_grad_(False)
+    state = run(fs.FedRep(head_epochs=1), data=ragged(), model=model, engine=engine).personal(0)
+    for name, value in model.state_dict().items():
+        assert ((state[name] - value).abs().max() < 1e-15) == name.startswith(frozen)  # a mean of equals rounds
+
+
+def test_a_tie_between_head_and_body_is_refused() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.head.weight = self.a.weight
+
+        def forward(self, x):
+            return self.head(self.a(x))
+
+    with pytest.raises(fs.InputError, match=r"a.weight and head.weight are one tensor"):
+        run(fs.FedRep(), data=ragged(), model=Tied(), engine="one")
+
+
+def test_inside_no_grad_and_with_numpy_numbers() -> None:
+    with torch.no_grad():
+        result = fs.simulate(
+            fs.PFedSD(), model=make("plain"), data=ragged(), rounds=np.int64(1), lr=np.float32(0.1), dtype=torch.float64,
+            device=torch.device("cpu"),
+        )  # fmt: skip
+    assert not torch.equal(result.generic()["fc1.weight"], make("plain").fc1.weight)

@@ -126,3 +126,53 @@ def test_resume_refuses_other_data(tmp_path: Path) -> None:
     write(tmp_path / "run" / "experiment.toml", toml.encode())
     with pytest.raises(fs.InputError, match="partition"):
         fs.resume(tmp_path / "run")
+
+
+def test_resume_notices_another_split_and_other_contents(tmp_path: Path) -> None:
+    import numpy as np
+
+    def save(scale: float) -> None:
+        g = np.random.default_rng(0)
+        np.savez(tmp_path / "mine.npz", x=scale * g.normal(size=(60, 4)).astype("float32"), y=np.arange(60) % 3)
+
+    save(1.0)
+    fs.run(experiment(data=str(tmp_path / "mine.npz")), out=tmp_path / "run")
+    save(1.5)
+    with pytest.raises(fs.InputError, match="contents"):
+        fs.resume(tmp_path / "run")
+    save(1.0)
+    toml = (tmp_path / "run" / "experiment.toml").read_text().replace('split = "80/20"', 'split = "50/50"')
+    write(tmp_path / "run" / "experiment.toml", toml.encode())
+    with pytest.raises(fs.InputError, match="split"):
+        fs.resume(tmp_path / "run")
+
+
+def test_missing_records_send_a_resume_back_to_an_earlier_checkpoint(tmp_path: Path) -> None:
+    whole = fs.run(experiment(), out=tmp_path / "run")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:4]) + "{damaged\n" + lines[5])
+    (tmp_path / "run" / "checkpoints" / "round-000006.json").write_text("{")
+    resumed = fs.resume(tmp_path / "run")
+    assert [r["round"] for r in resumed.history] == [1, 2, 3, 4, 5, 6]
+    assert identical(states(whole), states(resumed))
+
+
+def test_a_run_from_python_goes_on_by_the_same_call_only(tmp_path: Path) -> None:
+    from ..problems import SETTINGS, make, ragged
+
+    def call(**more) -> fs.Run:
+        settings = {**SETTINGS, "rounds": 12}
+        return fs.simulate(fs.PFedSD(), model=make("plain"), data=ragged(), **settings, engine="one", **more)
+
+    class Stop(Exception):
+        pass
+
+    def stop(record) -> None:
+        if record["round"] == 11:
+            raise Stop
+
+    with pytest.raises(Stop):
+        call(out=tmp_path / "run", progress=stop)
+    with pytest.raises(fs.InputError, match="simulate"):
+        fs.resume(tmp_path / "run")
+    assert identical(states(call()), states(call(out=tmp_path / "run", resume=True)))

@@ -96,3 +96,33 @@ def test_fedrep_phases_and_private_heads() -> None:
             assert (personal[name] - server[name]).abs().max() < 1e-14
         for name, value in heads[k].items():
             assert (personal[f"fc2.{name}"] - value).abs().max() < 1e-14
+
+
+def test_scaffold_with_some_of_the_clients_and_a_server_step() -> None:
+    """Control variates written out: option II, |S|/N, η_g ≠ 1, mini-batches, three of five clients a round."""
+    s, fed, server_lr = SETTINGS, ragged(), 0.5
+    plan, net = Plan(s["seed"], s["batch_size"]), make("plain")
+    x = [p.detach().clone() for p in net.parameters()]
+    c = [torch.zeros_like(p) for p in x]
+    own = [[torch.zeros_like(p) for p in x] for _ in fed.clients]
+    for t in range(1, s["rounds"] + 1):
+        cohort, drift, change = plan.cohort(t, range(5), 3), [], []
+        for k in cohort:
+            data, client, steps = fed.clients[k], copy.deepcopy(net), 0
+            y = list(client.parameters())
+            for p, start in zip(y, x, strict=True):
+                p.data = start.clone()
+            for epoch in range(s["epochs"]):
+                for rows in torch.from_numpy(plan.order(t, k, len(data.y_train), epoch)).split(s["batch_size"]):
+                    grads = torch.autograd.grad(F.cross_entropy(client(data.x_train[rows]), data.y_train[rows]), y)
+                    for i, p in enumerate(y):
+                        p.data -= s["lr"] * (grads[i] + s["weight_decay"] * p.data - own[k][i] + c[i])
+                    steps += 1
+            new = [own[k][i] - c[i] + (x[i] - p.data) / (steps * s["lr"]) for i, p in enumerate(y)]
+            drift.append([p.data - start for p, start in zip(y, x, strict=True)])
+            change.append([a - b for a, b in zip(new, own[k], strict=True)])
+            own[k] = new
+        x = [a + server_lr * sum(d[i] for d in drift) / 3 for i, a in enumerate(x)]
+        c = [a + 3 / 5 * sum(d[i] for d in change) / 3 for i, a in enumerate(c)]
+    state = simulated(fs.SCAFFOLD(server_lr=server_lr)).generic()
+    assert max((v - expected).abs().max() for v, expected in zip(state.values(), x, strict=True)) < 1e-12

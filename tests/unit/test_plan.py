@@ -93,3 +93,8 @@ def test_device_bits_are_uniform_and_rows_do_not_see_the_padding() -> None:
     assert np.abs(np.histogram(share.numpy(), 10, (0, 1))[0] - 2000).max() < 5 * np.sqrt(2000 * 0.9)
     a, b = share.flatten()[:-1] - 0.5, share.flatten()[1:] - 0.5
     assert abs((a * b).mean()) < 5 / 12 / np.sqrt(20000)
+
+
+def test_dropout_keys_differ_between_seeds_rounds_clients_and_steps() -> None:
+    draws = [Plan(s, 4).step_keys(r, c, 3).tolist() for s, r, c in [(0, 1, 1), (1, 1, 1), (0, 2, 1), (0, 1, 2)]]
+    assert len({k for keys in draws for k in keys}) == 12

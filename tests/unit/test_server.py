@@ -161,3 +161,38 @@ def test_who_never_took_part_is_scored_with_the_generic_model() -> None:
     earlier = took_part - set(run.history[-1]["participants"])  # the last round's only client is the mean
     assert earlier
     assert not any(identical({"m": run.personal(k)}, {"m": run.generic()}) for k in earlier)
+
+
+def test_weights_that_are_no_longer_finite_stop_the_run() -> None:
+    """A last step that overflows leaves a finite loss behind it."""
+    settings = {
+        **SETTINGS,
+        "lr": 1e300,
+        "rounds": 1,
+        "epochs": 1,
+        "batch_size": 100,
+        "momentum": 0.0,
+        "weight_decay": 1e10,
+    }
+    with pytest.raises(fs.TrainingError, match="weights are no longer finite"):
+        fs.simulate(fs.FedAvg(), model=make("plain"), data=ragged(), **settings, engine="one")
+
+
+def test_data_beyond_float32_is_refused_as_such() -> None:
+    import numpy as np
+
+    x, y = np.full((3, 4), 1e39), np.array([0, 1, 2])
+    with pytest.raises(fs.InputError, match="dtype = 'float32'"):
+        fs.simulate(fs.FedAvg(), model=make("plain"), data=fs.Federation.from_arrays([(x, y, x, y)]), rounds=1)
+
+
+def test_a_server_step_above_one_does_not_touch_batchnorms_statistics() -> None:
+    run = fs.simulate(fs.SCAFFOLD(server_lr=3.0), model=make("normed"), data=ragged(), **SETTINGS, engine="one")
+    assert (run.generic()["bn.running_var"] > 0).all()
+
+
+def test_a_field_may_not_hide_a_hook_and_a_method_needs_an_id() -> None:
+    with pytest.raises(TypeError, match="begin"):
+
+        class Hiding(fs.FedAvg):
+            begin: str = "x"

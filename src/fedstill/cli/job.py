@@ -14,6 +14,7 @@ from ..errors import InputError, Shown, TrainingError
 from ..experiment import Experiment
 from ..method import Method
 from ..methods import METHODS
+from ..report.local_work import without_effect
 from ..report.text import Facts
 from ..simulation import Run
 from . import keep
@@ -31,7 +32,13 @@ class Job:
     seeds: int
     out: Path | None
     compares: bool  # each method has a folder of its own
-    replaces: bool = False  # an earlier demo in `out` goes
+    command: str = "run"
+    given: tuple[str, ...] = ()  # the fields that flags gave
+
+    @property
+    def replaces(self) -> bool:
+        """Whether an earlier one in `out` goes."""
+        return self.command == keep.DEMO
 
     @property
     def first(self) -> Experiment:
@@ -55,9 +62,7 @@ class Done:
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-def plan(
-    methods: Sequence[Method], base: Experiment, given: Mapping[str, Any], compares: bool, replaces: bool = False
-) -> Job:
+def plan(methods: Sequence[Method], base: Experiment, given: Mapping[str, Any], command: str) -> Job:
     """The job that flags make of a base experiment; refuses a flag that none of the methods has."""
     owners: dict[str, list[str]] = {}
     for cls in METHODS.values():
@@ -74,7 +79,8 @@ def plan(
     shared = dataclasses.replace(base, **flags.take(Experiment, given))
     built = [dataclasses.replace(method, **flags.take(type(method), given)) for method in methods]
     experiments = {method.id: dataclasses.replace(shared, method=method) for method in built}
-    return Job(experiments, seeds, Path(given["out"]) if "out" in given else None, compares, replaces)
+    out = Path(given["out"]) if "out" in given else None
+    return Job(experiments, seeds, out, command != "run", command, tuple(given))
 
 
 def execute(job: Job) -> None:
@@ -83,16 +89,24 @@ def execute(job: Job) -> None:
     if job.out is not None and not earlier:
         keep.check(job.out)
     federation = simulation.federation_of(job.first)
+    ignored = [
+        f"{flags.flag(name)} has no effect without {flags.flag(other)}"
+        for name, other in (("join_epochs", "newcomers"), ("fine_tune_part", "fine_tune"))
+        if name in job.given and not getattr(job.first, other)
+    ]
     for experiment in job.experiments.values():
-        simulation.from_experiment(experiment, federation)
+        ready, _ = simulation.from_experiment(experiment, federation)
+        ignored += without_effect(experiment.method, ready.trainer.bench.task, ready.training, job.given)
     facts = Facts.of(job.first, federation)
     if job.out is not None and earlier:
         keep.remove(job.out)
     if job.out is not None and (job.compares or job.seeds > 1):
-        keep.save(job.out, job.experiments, {}, facts)  # marks the folder as ours from the beginning
+        keep.save(job.out, job.experiments, {}, facts, command=job.command)  # marks the folder from the beginning
     sizes = [len(client.y_train) for client in federation.clients]
     held = f"{min(sizes):,} to {max(sizes):,} training samples each"
     say(f"{job.first.data}: {len(federation)} clients by {facts.partition}, {held}; model {job.first.model}")
+    for line in ignored:
+        say(line)
     done = Done()
     with watch(list(job.experiments), job.first.rounds, job.seeds) as shown:
         for number in range(job.seeds):
@@ -123,7 +137,7 @@ def _one_seed(job: Job, number: int, federation: Federation, shown: Watch, done:
         except TrainingError as error:
             done.failed[label] = f"seed {seed}: {error}"
             continue
-        done.runs.setdefault(label, []).append(run)
+        done.runs.setdefault(label, []).append(dataclasses.replace(run, _trainer=None))  # lets go of the data
         if folder is not None:
             done.folders.setdefault(label, []).append(folder)
 
@@ -136,7 +150,7 @@ def _report(job: Job, done: Done, facts: Facts) -> None:
     if job.out is not None:
         pairs = {label: list(zip(done.folders[label], runs, strict=True)) for label, runs in done.runs.items()}
         if done.runs or job.compares:
-            keep.save(job.out, job.experiments, pairs, facts, done.failed)
+            keep.save(job.out, job.experiments, pairs, facts, done.failed, job.command)
         if done.runs:
             say(f"kept in {job.out}")
             say(keep.draw(job.out, done.runs, facts))

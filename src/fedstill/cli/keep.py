@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import importlib.util
 import json
 import shutil
@@ -18,6 +19,11 @@ from ..report.text import Facts
 from ..simulation import Run
 
 SUMMARY, FIGURE, RUN = "summary.json", "figure.png", "experiment.toml"
+DEMO = "demo"  # the command that may replace what it made
+FILES = (  # what a run leaves in its folder, or, killed while it wrote, a part of
+    RUN, SUMMARY, FIGURE, "partition.json", "environment.json", "metrics.jsonl", "scores.json",
+    "checkpoints/round-*.safetensors", "checkpoints/round-*.json",
+)  # fmt: skip
 
 
 def check(out: Path) -> None:
@@ -46,12 +52,35 @@ def is_demo(out: Path) -> bool:
         found = json.loads((out / SUMMARY).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         found = None
-    known = {SUMMARY, FIGURE, *found["methods"]} if ours(found) else set()
-    strange = sorted(entry.name for entry in out.iterdir() if entry.name not in known)
-    if strange or out.is_symlink():
-        reason = f"{strange[0]} is not part of one" if strange else "this is a link"
+    made = ours(found) and found.get("command") == DEMO
+    known = _files(found["methods"]) if made else []
+    strange = sorted(entry.relative_to(out).as_posix() for entry in out.rglob("*") if not _belongs(entry, out, known))
+    if strange or not made or out.is_symlink():
+        reason = "this is a link" if out.is_symlink() else f"{strange[0]} is not part of one" if made else "it is none"
         raise InputError("out", str(out), f"a folder that is new, empty, or an earlier demo ({reason})")
     return True
+
+
+def _files(methods: Sequence[str]) -> list[str]:
+    """Patterns of all files that a demo of these methods may hold."""
+    runs = [f"{label}/{seed}{file}" for label in methods for seed in ("", "seed-*/") for file in FILES]
+    return [name + part for name in (SUMMARY, FIGURE, *runs) for part in ("", ".part")]
+
+
+def _belongs(entry: Path, out: Path, known: Sequence[str]) -> bool:
+    """Whether a file or folder is one that a demo makes; a link never is."""
+    if entry.is_symlink():
+        return False
+    name = entry.relative_to(out).as_posix()
+    if entry.is_dir():
+        return any(_match(name, pattern.rpartition("/")[0]) for pattern in known)
+    return entry.is_file() and any(_match(name, pattern) for pattern in known)
+
+
+def _match(name: str, pattern: str) -> bool:
+    """Part by part, so that * does not reach into a folder."""
+    parts, wanted = name.split("/"), pattern.split("/")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
 def remove(out: Path) -> None:
@@ -65,10 +94,11 @@ def save(
     runs: Mapping[str, Sequence[tuple[Path, Run]]],
     facts: Facts,
     failed: Mapping[str, str] | None = None,
+    command: str = "",
 ) -> None:
     """Write summary.json."""
     named = {label: [(f.relative_to(out).as_posix(), run) for f, run in done] for label, done in runs.items()}
-    record = summary(experiments, named, facts, failed or {})
+    record = summary(experiments, named, facts, failed or {}, command)
     write(out / SUMMARY, (json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 

@@ -65,6 +65,7 @@ RUN = Face(
         "fedstill run fedprox --mu 0.1 --rounds 100 --partition shards:2 --out runs/fedprox",
         "fedstill run pfedsd --clients 100 --participation 0.1 --seeds 3",
         "fedstill run runs/fedprox/experiment.toml --mu 1",
+        "fedstill run fedavg --fine-tune 10 --newcomers 4 --new --forgetting",
     ),
 )
 COMPARE = Face(
@@ -108,7 +109,7 @@ def run(argv: Sequence[str]) -> None:
     else:
         base = Experiment(method=get(name)())
     with flags.named(given):
-        execute(plan([base.method], base, given, compares=False))
+        execute(plan([base.method], base, given, "run"))
 
 
 def compare(argv: Sequence[str]) -> None:
@@ -121,7 +122,7 @@ def compare(argv: Sequence[str]) -> None:
     if "all" in words:
         chosen = METHODS
     with flags.named(given):
-        execute(plan([cls() for cls in chosen.values()], Experiment(), given, compares=True))
+        execute(plan([cls() for cls in chosen.values()], Experiment(), given, "compare"))
 
 
 def demo(argv: Sequence[str]) -> None:
@@ -134,7 +135,7 @@ def demo(argv: Sequence[str]) -> None:
         raise InputError("argument", words[0], "left out: 'fedstill compare METHOD…' runs other methods")
     given.setdefault("out", SHOW.out)
     with flags.named(given):
-        execute(plan([get(name)() for name in DEMO], Experiment(), given, compares=True, replaces=True))
+        execute(plan([get(name)() for name in DEMO], Experiment(), given, keep.DEMO))
 
 
 def resume(argv: Sequence[str]) -> None:
@@ -165,7 +166,7 @@ def resume(argv: Sequence[str]) -> None:
         done = simulation.resume(folder, progress=lambda record: shown.step(label, 0, record))
         shown.whole(label, done.history[-1])
     facts = Facts.of(experiment, simulation.federation_of(experiment))
-    keep.save(folder, {label: experiment}, {label: [(folder, done)]}, facts)
+    keep.save(folder, {label: experiment}, {label: [(folder, done)]}, facts, command="resume")
     results([done], facts)
     say()
     say(keep.draw(folder, {label: [done]}, facts))

@@ -7,13 +7,14 @@
 
 Shen et al., "CD²-pFed: Cyclic Distillation-guided Channel Decoupling for Model Personalization in Federated Learning", CVPR 2022.
 
-Choices: (1) The classifier is divided by its input channels; its bias is shared while p_t < 1. Rounds count from 1, so p_T = p.
-(2) A channel is silenced where the next layer reads it, so after BatchNorm and activation; only g_full moves BatchNorm's
-statistics. (3) Gradients flow through both sides of the distillation; the term is zero until every layer has both a private and
-a shared channel. (4) A parameter that turns private starts from its shared value; for that the server sends all channels (a
-client may have missed rounds), and clients upload the shared ones only. (5) `progressive`, `smoothing` and `distill` switch LI,
-TA and CD off (Table 5). (6) BatchNorm's statistics are divided by channel like its weights. (7) The generic model has, in
-private channels, the values that were last shared.
+Choices: (1) The classifier is divided by its input channels; its bias is shared while p_t < 1, and is in both
+sub-networks. Rounds count from 1, so p_T = p. (2) A channel is silenced where the next layer reads it, so after BatchNorm
+and activation; only g_full moves BatchNorm's statistics. (3) Gradients flow through both sides of the distillation; the
+term is zero until every layer has both a private and a shared channel. (4) A parameter that turns private starts from its
+shared value; for that the server sends all channels (a client may have missed rounds), and clients upload the shared ones
+only. (5) `progressive`, `smoothing` and `distill` switch LI, TA and CD off (Table 5). (6) BatchNorm's statistics are
+divided by channel like its weights; smoothing leaves the momentum alone. (7) The generic model has, in private channels,
+the values that were last shared.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
 
 McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017.
 
-Choices: (1) BatchNorm's running statistics are averaged with the same weights as the parameters; its whole-number count of
-batches is averaged and rounded. (2) The generic model is also what each client is scored with: there is no personal one.
+Choices: (1) BatchNorm's running statistics are averaged with the same weights as the parameters; its whole-number count
+of batches is averaged and rounded. (2) The generic model is also what each client is scored with: there is no personal
+one.
 """
 
 from __future__ import annotations

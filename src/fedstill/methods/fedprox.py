@@ -4,8 +4,8 @@
 
 Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020.
 
-Choices: (1) the norm runs over trainable parameters, not over BatchNorm's buffers. (2) The paper tunes μ over
-{0.001, 0.01, 0.1, 1} per data set and gives no default; ours is 0.01. (3) Inexactness (γ) is the experiment's number of epochs.
+Choices: (1) the norm runs over trainable parameters, not over BatchNorm's buffers. (2) The paper tunes μ over {0.001,
+0.01, 0.1, 1} per data set and gives no default; ours is 0.01. (3) Inexactness (γ) is the experiment's number of epochs.
 """
 
 from __future__ import annotations

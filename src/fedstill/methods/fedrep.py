@@ -6,9 +6,9 @@
 Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021.
 
 Choices: (1) E_h = 10 and E_b = 1, as in the paper's main experiments; a method's own epochs override the experiment's.
-(2) Buffers go with their module: a BatchNorm in the body is shared, and its statistics stand still in the head phase. (3) The
-personal model is the current shared body under the client's head; the generic one the body under the initial head, which
-nobody trains, so only personal scores mean something.
+(2) Buffers go with their module: a BatchNorm in the body is shared, and its statistics stand still in the head phase. (3)
+The personal model is the current shared body under the client's head; the generic one the body under the initial head,
+which nobody trains, so only personal scores mean something.
 """
 
 from __future__ import annotations

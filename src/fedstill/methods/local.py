@@ -3,7 +3,8 @@
     w_k ← SGD(CE on client k's data) from w_k,     w_k⁰ = w⁰
 
 The reference that federation must beat. Choices: (1) a client trains in the rounds in which it is selected, so its budget
-of steps equals the other methods'. (2) BatchNorm's statistics stay with the client. (3) The optimiser starts fresh each round.
+of steps equals the other methods'. (2) BatchNorm's statistics stay with the client. (3) The optimiser starts fresh each
+round.
 """
 
 from __future__ import annotations

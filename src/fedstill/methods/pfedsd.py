@@ -5,14 +5,15 @@
 
 Jin et al., "Personalized Edge Intelligence via Federated Self-Knowledge Distillation", IEEE TPDS 2022. Eq. 3 and Algorithm 1.
 
-Choices: (1) The paper's Eq. 3 has no τ², the authors' code has it: `scale_by_temperature`. (2) In its first round a client has
-no past model: plain CE. (3) The teacher runs in evaluation mode without gradient, over all local data at once: at the start of
-a round (teacher="model"), or after training, when its predictions are kept for the next round (teacher="predictions": no teacher
-pass; v_k stays only as the client's result). Same numbers. (4) Table 9's other regularisers: mse on logits (mean over classes),
-l2 = ½‖w − v_k‖², ewc = ½·Σ F·(w − v_k)² with the empirical Fisher diagonal of v_k on the client's data. (5) `ramp`: λ rises
-linearly over this share of the rounds (§4.4 proposes a rise, and no form). (6) `stateless`: the server keeps v_k and sends it
-down with w; it learns v_k from the upload anyway. (7) BatchNorm's statistics are averaged with the weights; v_k keeps its
-own. (8) A client that never took part is scored with the current global model.
+Choices: (1) The paper's Eq. 3 has no τ², the authors' code has it: `scale_by_temperature`. (2) In its first round a
+client has no past model: plain CE. (3) The teacher runs in evaluation mode without gradient, over all local data at once:
+at the start of a round (teacher="model"), or after training, when its predictions are kept for the next round
+(teacher="predictions": no teacher pass; v_k stays only as the client's result). Same numbers. (4) Table 9's other
+regularisers: mse on logits (mean over classes), l2 = ½‖w − v_k‖², ewc = ½·Σ F·(w − v_k)² with the empirical Fisher
+diagonal of v_k on the client's data. (5) `ramp`: λ rises linearly over this share of the rounds (§4.4 proposes a rise,
+and no form). (6) `stateless`: the server keeps v_k and sends it down with w; it learns v_k from the upload anyway. (7)
+BatchNorm's statistics are averaged with the weights; v_k keeps its own. (8) A client that never took part is scored with
+the current global model.
 """
 
 from __future__ import annotations

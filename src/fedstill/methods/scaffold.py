@@ -6,9 +6,9 @@
 
 Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020.
 
-Choices: (1) option II, η_g = 1, and means over the participants are uniform, as in the paper's Algorithm 1. (2) No momentum,
-whatever the experiment says: option II reads c_k off the distance travelled, which momentum would inflate. (3) Control
-variates and η_g cover trainable parameters; BatchNorm's buffers take the plain mean.
+Choices: (1) option II, η_g = 1, and means over the participants are uniform, as in the paper's Algorithm 1. (2) No
+momentum, whatever the experiment says: option II reads c_k off the distance travelled, which momentum would inflate. (3)
+Control variates and η_g cover trainable parameters; BatchNorm's buffers take the plain mean.
 """
 
 from __future__ import annotations

@@ -6,13 +6,13 @@
 
 Chen et al., "Spectral Co-Distillation for Personalized Federated Learning", NeurIPS 2023.
 
-Choices: (1) D as printed, Σ p log p − p log q on spectra that do not sum to one, is smallest at p = q/e and its gradient grows
-with the number of weights; it does not train. divergence="generalised" adds −p + q (zero exactly at p = q), "normalised" divides
-the spectra by their sums, "paper" is the printed form; transform="ortho" scales the DFT by 1/√d, "raw" not. (2) The other model
-is fixed in each phase, without gradient; the personal phase holds to the w_G that was just trained. (3) vec(w) is the trainable
-parameters in the model's order. (4) E_G is not given: 1; E_p is 3 or 5 in Tables 4 and 9: 3. (5) BatchNorm's statistics: the
-generic model's are averaged with its weights, the personal model keeps its own. (6) A client that never took part is scored
-with the current generic model.
+Choices: (1) D as printed, Σ p log p − p log q on spectra that do not sum to one, is smallest at p = q/e and its gradient
+grows with the number of weights; it does not train. divergence="generalised" adds −p + q (zero exactly at p = q),
+"normalised" divides the spectra by their sums, "paper" is the printed form; transform="ortho" scales the DFT by 1/√d,
+"raw" not. (2) The other model is fixed in each phase, without gradient; the personal phase holds to the w_G that was just
+trained. (3) vec(w) is the trainable parameters in the model's order. (4) E_G is not given: 1; E_p is 3 or 5 in Tables 4
+and 9: 3. (5) BatchNorm's statistics: the generic model's are averaged with its weights, the personal model keeps its own.
+(6) A client that never took part is scored with the current generic model.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class SpectralCoDistillation(FedAvg):
         """λ·D, and no work where λ is 0."""
         if lam == 0:
             return 0.0
-        p, q = task.trainable(params), task.trainable(other)
+        p, q = task.trainable(params), tree.map(torch.detach, task.trainable(other))
         return lam * terms.spectral(p, q, share, self.divergence, self.transform)
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:

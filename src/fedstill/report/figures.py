@@ -29,9 +29,11 @@ CLIENTS = 100  # the most that a bubble chart shows
 
 def compare_figure(runs: Mapping[str, Sequence[Run]], path: str | Path, facts: Facts = UNKNOWN) -> None:
     """Left: personal accuracy by round, with a band of ± std where there are several seeds. Right: the clients of the
-    last round, each a dot, under a box of their quartiles; best mean on top."""
-    figure = _figure(11.5, max(4.6, 2.2 + 0.42 * len(runs)))
-    left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
+    last round, each a dot, under a box of their quartiles; best mean on top. Where it was measured, the forgetting gap
+    by round stands beside them."""
+    watched = {label: same for label, same in runs.items() if all(_gaps(run) for run in same)}
+    figure = _figure(16.0 if watched else 11.5, max(4.6, 2.2 + 0.42 * len(runs)))
+    left, right, *beside = figure.subplots(1, 3 if watched else 2, width_ratios=(1.25, 1, 1) if watched else (1.25, 1))
     styles = {
         label: (COLOURS[i % len(COLOURS)], STROKES[i // len(COLOURS) % len(STROKES)]) for i, label in enumerate(runs)
     }
@@ -39,6 +41,8 @@ def compare_figure(runs: Mapping[str, Sequence[Run]], path: str | Path, facts: F
     order = sorted(runs, key=lambda label: -final[label])
     _curves(left, runs, order, styles)
     _clients(right, runs, order, styles, final)
+    if watched:
+        _forgetting(beside[0], {label: watched[label] for label in order if label in watched}, styles)
     seeds = max(len(same) for same in runs.values())
     known = facts_line(facts)
     where = f" on {facts.data}, {facts.clients} clients" if facts.data else ""
@@ -73,6 +77,28 @@ def _curves(axes: Axes, runs: Mapping[str, Sequence[Run]], order: Sequence[str],
     _whole(axes)
     axes.margins(x=0.02)
     axes.grid(axis="y", color="#e6e6e6")
+
+
+def _forgetting(axes: Axes, runs: Mapping[str, Sequence[Run]], styles: Mapping[str, Any]) -> None:
+    """The gap by round; of several seeds the mean over those that have one in that round."""
+    for label, same in runs.items():
+        colour, stroke = styles[label]
+        rounds = sorted({t for run in same for t in _gaps(run)})
+        means = [100 * float(np.mean([_gaps(run)[t] for run in same if t in _gaps(run)])) for t in rounds]
+        mark = "o" if len(rounds) == 1 else ""
+        axes.plot(rounds, means, color=colour, linestyle=stroke, linewidth=2, marker=mark)
+    axes.axhline(0, color=PALE, linewidth=0.8)
+    axes.set_title("Forgetting: last own model − download", loc="left", fontsize=11, color=INK)
+    axes.set_xlabel("communication round")
+    axes.set_ylabel("test accuracy (points), mean over participants")
+    _whole(axes)
+    axes.margins(x=0.02)
+    axes.grid(axis="y", color="#e6e6e6")
+
+
+def _gaps(run: Run) -> dict[int, float]:
+    """The forgetting gap by round, where it was measured."""
+    return {int(record["round"]): float(record["forgetting"]) for record in run.history if "forgetting" in record}
 
 
 def _by_round(runs: Sequence[Run], key: str) -> tuple[list[int], NDArray[np.float64]]:

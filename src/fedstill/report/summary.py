@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .. import settings
+from .. import scores, settings
 from ..evaluate import Evaluation
-from .text import Facts, Stat, rows, scored, seconds
+from .text import GENERIC, Facts, Stat, rows, scored, seconds, stat_of
 
 if TYPE_CHECKING:
     from ..experiment import Experiment
@@ -21,6 +21,7 @@ def summary(
     runs: Mapping[str, Sequence[tuple[str, Run]]],
     facts: Facts,
     failed: Mapping[str, str],
+    command: str = "",
 ) -> dict[str, Any]:
     """All numbers of a comparison: each run with its folder, and means over seeds. Accuracies are fractions."""
     from .. import __version__
@@ -38,7 +39,9 @@ def summary(
     return {
         "format": FORMAT,
         "fedstill": __version__,
+        "command": command,  # what made the folder
         "contract": str(Evaluation()),
+        "scores": _said([run for done in runs.values() for _, run in done], facts),
         "experiment": shared,
         "partition_hashes": list(facts.hashes),
         "methods": methods,
@@ -52,10 +55,26 @@ def ours(found: Any) -> bool:
     return isinstance(found, dict) and found.get("format") == FORMAT and {"fedstill", "methods"} <= found.keys()
 
 
+def _said(runs: Sequence[Run], facts: Facts) -> dict[str, str]:
+    """In words, every score that some run has beside those of the contract."""
+    said = {name: on for name, on in GENERIC.items() if any(name in _numbers(run) for run in runs)}
+    for run in runs:
+        words = scores.words(run.training)
+        found = [name for name in _numbers(run) if name in words]
+        said.update({name: words[name].replace("{external}", facts.external or "external data") for name in found})
+        if run.newcomers:
+            said["clients"] = f"the {len(run.clients)} that train; {len(run.newcomers)} join after the federation"
+    return said
+
+
 def _numbers(run: Run) -> dict[str, Any]:
     record = scored(run)
-    names = ("personal", "personal_sample", "personal_std", "personal_worst", "generic", "loss")
-    return {**{name: record[name] for name in names if name in record}, "seconds": seconds(run), "engine": run.engine}
+    names = (
+        "personal", "personal_sample", "personal_std", "personal_worst", "generic", "generic_common", "loss",
+    )  # fmt: skip
+    found = {**{name: record[name] for name in names if name in record}, **scores.numbers(run)}
+    joins = {"newcomers": list(run.newcomers)} if run.newcomers else {}
+    return {**found, **joins, "seconds": seconds(run), "engine": run.engine}
 
 
 def _means(runs: Sequence[Run]) -> dict[str, Any]:
@@ -72,5 +91,12 @@ def _means(runs: Sequence[Run]) -> dict[str, Any]:
         "personal": pair(row.personal),
         "personal_worst": pair(row.worst),
         "personal_sample": pair(row.sample),
-        "generic": pair(row.generic),
+        "generic": pair(_over(runs, "generic")),
+        "generic_common": pair(_over(runs, "generic_common")),
+        **{name: pair(stat) for name, stat in row.further.items()},
     }
+
+
+def _over(runs: Sequence[Run], name: str) -> Stat | None:
+    values = [scored(run).get(name) for run in runs]
+    return stat_of([value for value in values if value is not None]) if None not in values else None

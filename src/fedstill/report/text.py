@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import settings
+from .. import scores, settings
 from ..evaluate import Evaluation
+from .local_work import work_lines
 
 if TYPE_CHECKING:
     from ..data import Federation
@@ -28,7 +29,7 @@ class Facts:
     partition: str = ""
     hashes: tuple[str, ...] = ()  # one a seed
     model: str = ""
-    common: bool = False  # the generic model is scored on a test set that belongs to nobody
+    external: str = ""
 
     @classmethod
     def of(cls, experiment: Experiment, federation: Federation, hashes: Sequence[str] = ()) -> Facts:
@@ -39,7 +40,7 @@ class Facts:
             partition=partition_of(federation),
             hashes=tuple(hashes) or (federation.hash,),
             model=experiment.model,
-            common=federation.test is not None,
+            external=experiment.external,
         )
 
 
@@ -75,6 +76,8 @@ class Row:
     worst: Stat
     sample: Stat
     generic: Stat | None
+    generic_on: str  # which test data, and whether it is the mean of personal models instead
+    further: dict[str, Stat]  # scores beside these, by the names of `scores.words`
     seconds: float
     serves: bool  # it has no personal model: the generic one serves every client
     best: bool = False
@@ -126,23 +129,52 @@ def rows(runs: Sequence[Run]) -> list[Row]:
 def _row(label: str, runs: Sequence[Run]) -> Row:
     records = [scored(run) for run in runs]
     contract = Evaluation()
-    personal = _stat([contract.of(run.history) for run in runs])
+    personal = stat_of([contract.of(run.history) for run in runs])
     if len(runs) == 1:
         personal = Stat(personal.value, float(records[0]["personal_std"]))
-    has_generic = all("generic" in record for record in records)
+    further = [scores.numbers(run) for run in runs]
+    generic, on = _generic([{**record, **found} for record, found in zip(records, further, strict=True)])
     return Row(
         label=label,
         seeds=len(runs),
         personal=personal,
-        worst=_stat([record["personal_worst"] for record in records]),
-        sample=_stat([record["personal_sample"] for record in records]),
-        generic=_stat([record["generic"] for record in records]) if has_generic else None,
+        worst=stat_of([record["personal_worst"] for record in records]),
+        sample=stat_of([record["personal_sample"] for record in records]),
+        generic=generic,
+        generic_on=on,
+        further={name: stat_of([f[name] for f in further]) for name in further[0] if all(name in f for f in further)},
         seconds=float(np.mean([seconds(run) for run in runs])),
         serves="personal" not in runs[0].method.scores,
     )
 
 
-def _stat(values: Sequence[float]) -> Stat:
+GENERIC = {  # the first that there is stands under "generic %": the common test set goes before the clients' own
+    "generic_common": "the one model for everybody, on the common test set",
+    "generic": "the one model for everybody, on all clients' test samples, each counting alike",
+    "averaged_common": "no such model: the mean of the personal weights (by training samples), on the common test set",
+    "averaged": "no such model: the mean of the personal weights (by training samples), on all clients' test samples",
+}
+FURTHER = {  # headings, in the order of the columns
+    "new": "new %",
+    "new_common": "new, common %",
+    "external": "external %",
+    "external_generic": "external, generic %",
+    "fine_tuned": "fine-tuned %",
+    "newcomers_before": "newcomers %",
+    "newcomers_after": "newcomers, trained %",
+    "forgetting": "forgetting %",
+}
+
+
+def _generic(found: Sequence[dict[str, Any]]) -> tuple[Stat | None, str]:
+    """The generic score and what it is on."""
+    for name, on in GENERIC.items():
+        if all(name in numbers for numbers in found):
+            return stat_of([numbers[name] for numbers in found]), on
+    return None, ""
+
+
+def stat_of(values: Sequence[float]) -> Stat:
     """The mean; with several values also the sample standard deviation (n − 1)."""
     return Stat(float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None)
 
@@ -162,30 +194,43 @@ def columns(found: Sequence[Row]) -> list[tuple[str, list[str]]]:
         column("generic %", lambda row: row.generic.percent() if row.generic else NONE),
         column("seconds", lambda row: f"{row.seconds:.1f}"),
     ]
+    for name, heading in FURTHER.items():
+        if any(name in row.further for row in found):
+            cells = [row.further[name].percent() if name in row.further else NONE for row in found]
+            out.insert(-1, (heading, cells))
     return [*out, column("seeds", lambda row: str(row.seeds))] if many else out
 
 
 def notes(runs: Sequence[Run], found: Sequence[Row], facts: Facts = UNKNOWN) -> list[str]:
     """What stands below a table: the evaluation contract, what ± is, and what the result is a result of."""
-    training = runs[0].training
+    training, newcomers = runs[0].training, runs[0].newcomers
     many = any(row.seeds > 1 for row in found)
     spread = "± standard deviation over " + ("seeds (n − 1); seconds per seed" if many else "clients")
     lines = [f"personal %: {Evaluation()}; {spread}"]
-    if any(row.generic for row in found):
-        lines.append(f"generic %: the one model for everybody, on {_generic_on(facts)}")
+    if newcomers:
+        those = (
+            ", ".join(map(str, newcomers)) if len(newcomers) <= 10 and not many else f"{len(newcomers)}, by the seed,"
+        )
+        lines.append(f"all clients: the {len(runs[0].clients)} that train; {those} join after the federation")
+    kinds = {on: [row.label for row in found if row.generic_on == on] for on in GENERIC.values()}
+    kinds = {on: labels for on, labels in kinds.items() if labels}
+    for on, labels in kinds.items():
+        whose = f" of {', '.join(labels)}" if len(kinds) > 1 else ""
+        lines.append(f"generic %{whose}: {on}")
+    said = scores.words(training)
+    for name, heading in FURTHER.items():
+        if any(name in row.further for row in found):
+            lines.append(f"{heading}: {said[name].replace('{external}', facts.external or 'external data')}")
     serving = [row.label for row in found if row.serves]
     if serving:
         lines.append(f"{', '.join(serving)}: no personal model, so the generic one serves every client")
     if any(row.best for row in found):
         lines.append("* best personal accuracy")
     lines += [facts_line(facts)] if facts.data or facts.model else []
-    rounds = f"{training.rounds} rounds, participation {training.participation:g}, {training.epochs} local epochs"
+    epochs, differing = work_lines(grouped(runs))
+    rounds = f"{training.rounds} rounds, participation {training.participation:g}, {epochs}"
     lines.append(f"{rounds}, batch {training.batch_size}, lr {training.lr:g}; engine {runs[0].engine}")
-    return lines
-
-
-def _generic_on(facts: Facts) -> str:
-    return "the common test set" if facts.common else "all clients' test samples, each counting alike"
+    return [*lines, *differing]
 
 
 def facts_line(facts: Facts) -> str:

@@ -38,11 +38,13 @@ class Aggregator:
     def merge(self, method: Method, task: Task, server: Tree, replies: Sequence[Reply]) -> Tree:
         """The server's next state; unchanged where too few replied."""
         for reply in replies:
-            if not math.isfinite(reply.report["loss"]):
+            loss = reply.report["loss"]
+            if not math.isfinite(loss) or not reply.report.get("finite", 1.0):
+                what = f"the training loss is {loss}" if not math.isfinite(loss) else "weights are no longer finite"
                 raise TrainingError(
-                    f"round {reply.round}, client {reply.client}: the training loss is {reply.report['loss']}; "
-                    f"a smaller lr (now {task.lr:g}) usually helps"
+                    f"round {reply.round}, client {reply.client}: {what}; a smaller lr (now {task.lr:g}) usually helps"
                 )
         if len(replies) < self.minimum:
             return server
-        return method.merge(task, server, [r.up for r in replies], [r.report["samples"] for r in replies])
+        ups, weights = [r.up for r in replies], [r.report["samples"] for r in replies]
+        return method.merge(task, server, ups, weights, [r.client for r in replies])

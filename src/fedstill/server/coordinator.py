@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -15,7 +15,7 @@ from ..evaluate import Scores, summary
 from ..method import Method
 from ..plan import Plan
 from ..task import Task
-from ..transport import Order, Transport
+from ..transport import Order, Reply, Transport
 from ..tree import Tree
 from .aggregator import Aggregator
 from .sampler import Sampler, uniform
@@ -38,13 +38,19 @@ class Coordinator:
     sampler: Sampler = uniform
     aggregator: Aggregator = field(default_factory=Aggregator)
     common: CommonScore = lambda generic: None  # the generic model's accuracy on a test set that belongs to nobody
+    away: frozenset[int] = frozenset()  # clients that are neither trained nor scored
+    watch: Callable[[Sequence[Reply]], Record] = lambda replies: {}  # what else a record says of a round's replies
+
+    def present(self) -> list[int]:
+        """Clients that can be asked."""
+        return [k for k in self.transport.alive() if k not in self.away]
 
     def rounds(self, server: Tree, first: int = 1) -> Iterator[tuple[Tree, Record]]:
         """Run rounds `first` … T from a server state; after each: the new state and the round's record."""
         for t in range(first, self.task.rounds + 1):
             began = time.perf_counter()
             task = dataclasses.replace(self.task, round=t)
-            cohort = self.sampler(self.plan, t, self.transport.alive(), self.per_round)
+            cohort = self.sampler(self.plan, t, self.present(), self.per_round)
             orders = [Order("train", t, k, self.method.send(task, server, k)) for k in cohort]
             self.transport.dispatch(orders)
             replies = self.aggregator.collect(self.transport, orders)
@@ -58,6 +64,7 @@ class Coordinator:
                 "loss": sum(losses) / max(1.0, sum(weights)),
                 "steps": int(sum(weights)),
                 "train_seconds": time.perf_counter() - began,
+                **self.watch(replies),
             }
             if t % self.eval_every == 0 or t == self.task.rounds:
                 record.update(self.score(server, t))
@@ -71,13 +78,12 @@ class Coordinator:
         found: Record = {}
         for part in self.parts:
             orders = [
-                Order("score", round, k, self.method.send(task, server, k), generic, part)
-                for k in self.transport.alive()
+                Order("score", round, k, self.method.send(task, server, k), generic, part) for k in self.present()
             ]
             self.transport.dispatch(orders)
             scores = Scores.read(Aggregator().collect(self.transport, orders), self.method.scores)
             found.update(summary(scores, "" if part == self.parts[0] else f"{part}_"))
         common = self.common(generic) if generic is not None else None
         if common is not None:
-            found["generic"] = common
+            found["generic_common"] = common
         return found

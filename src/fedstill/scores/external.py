@@ -1,0 +1,95 @@
+"""Test data of a source that no client had, fitted to what the models were trained on or refused before any training."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..data import Dataset, Federation, load
+from ..data.arrays import read_labels, read_samples
+from ..data.federation import Pair
+from ..errors import InputError, Shown
+from ..experiment import Experiment
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What the models of a federation take and tell apart."""
+
+    name: str
+    shape: tuple[int, ...]
+    classes: int
+    labels: tuple[str, ...]  # the classes' names, where they are known
+    mean: tuple[float, ...]  # how samples were normalised
+    std: tuple[float, ...]
+
+    @classmethod
+    def of(cls, data: Federation) -> Samples:
+        """A federation's."""
+        return cls(data.name, data.shape, data.classes, data.labels, data.mean, data.std)
+
+    def read(self, data: Dataset | Sequence[Any]) -> Pair:
+        """All samples of a data set, normalised as the federation's are, or (x, y) as they are; refuses what does not fit."""
+        if isinstance(data, Dataset):
+            self._same("external", data.shape, data.classes)
+            if self.labels and data.labels and self.labels != data.labels:
+                odd = next(
+                    (a, b) for a, b in zip((*data.labels, "(none)"), (*self.labels, "(none)"), strict=False) if a != b
+                )
+                raise InputError(
+                    "external",
+                    Shown(f"{data.name} with a class {odd[0]!r}"),
+                    f"{odd[1]!r} there, as {self.name} has it",
+                )
+            return replace(data, mean=self.mean, std=self.std).pooled().tensors()
+        if not isinstance(data, tuple | list) or len(data) != 2:
+            raise InputError("external", Shown(type(data).__name__), "a Dataset or (x, y)")
+        x = read_samples("external.x", data[0])
+        self._same("external", tuple(x.shape[1:]), self.classes)
+        return x, read_labels("external.y", data[1], len(x), self.classes)
+
+    def _same(self, where: str, shape: tuple[int, ...], classes: int) -> None:
+        if shape != self.shape:
+            size = "×".join(map(str, self.shape))
+            hint = "; PATH@SIZE resizes images" if len(shape) == 3 else ""
+            shown = f"samples of shape {'×'.join(map(str, shape))}"
+            raise InputError(where, Shown(shown), f"of shape {size} as {self.name} is{hint}")
+        if classes != self.classes:
+            raise InputError(where, Shown(f"data of {classes} classes"), f"of {self.classes} classes as {self.name} is")
+
+
+def with_external(federation: Federation, experiment: Experiment) -> Federation:
+    """The federation with the experiment's external data, where it asks for some."""
+    source = experiment.external
+    if not source or federation.external is not None:
+        return federation
+    if overlap(source, experiment.data):
+        raise InputError("external", source, f"a source that no client has, unlike a part of {experiment.data}")
+    try:
+        dataset = load(source, experiment.data_root or None)
+    except InputError as error:
+        raise InputError("external", error.value if error.field == "data" else source, error.right) from None
+    try:
+        return replace(federation, external=Samples.of(federation).read(dataset))
+    except InputError as error:
+        raise InputError("external", Shown(f"{source} ({error.value})"), error.right) from None
+
+
+def overlap(a: str, b: str) -> bool:
+    """Whether two sources, as they are written, have samples in common: `x#c` lies in `x` and in `x#b,c`, not in `x#a`.
+
+    >>> overlap("x@8#c", "x@8"), overlap("x#c", "x#a,b"), overlap("mnist@28", "usps+mnist@28")
+    (True, False, True)
+    """
+    (these, mine), (those, theirs) = _written(a), _written(b)
+    return bool(these & those) and (not mine or not theirs or bool(mine & theirs))
+
+
+def _written(text: str) -> tuple[set[str], set[str]]:
+    """The names joined by + (or the one path), and the parts after #."""
+    whole, _, parts = text.partition("#")
+    whole = re.sub(r"@\d+$", "", whole)
+    names = whole.split("+") if re.fullmatch(r"[a-z0-9+-]+", whole) else [whole]
+    return set(names), {part.strip() for part in parts.split(",") if part.strip()}
