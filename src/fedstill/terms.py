@@ -59,7 +59,8 @@ def ewc(params: Params, anchor: Params, fisher: Params) -> Tensor:
 def spectrum(params: Params, transform: Literal["ortho", "raw"]) -> Tensor:
     """|DFT(vec(w))| at frequencies 0 … ⌊d/2⌋; the rest of the spectrum of real numbers mirrors these."""
     vector = torch.cat([value.reshape(-1) for value in params.values()])
-    return torch.fft.rfft(vector, norm="ortho" if transform == "ortho" else "backward").abs()
+    values: Tensor = torch.fft.rfft(vector, norm="ortho" if transform == "ortho" else "backward")
+    return values.abs()
 
 
 def spectral(

@@ -156,7 +156,7 @@ def test_every_method_has_its_page(name: str) -> None:
         takes = f"{settings.kind(hints[field.name])} {settings.limits(field.metadata)}".strip()
         assert f"| `{field.name}` | {default} | {takes} | {field.metadata['help']} |" in page
     choices = page.partition("## Choices")[2].partition("\n## ")[0]
-    told = [int(number) for number in re.findall(r"\((\d)\) ", inspect.getdoc(sys.modules[cls.__module__]) or "")]
+    told = [int(number) for number in re.findall(r"\((\d)\)\s", inspect.getdoc(sys.modules[cls.__module__]) or "")]
     assert [int(number) for number in re.findall(r"^(\d)\. ", choices, re.M)] == told
     rows = RESULT.findall(page)
     assert any(row.startswith(f"| {name} |") for row in rows)

@@ -39,10 +39,21 @@ def test_other_data_is_dealt_to_twenty_by_dirichlet() -> None:
 def test_a_saved_partition_is_used_again(tmp_path: Path) -> None:
     fs.run(fs.Experiment(method=fs.FedAvg(), rounds=1, epochs=1, clients=6, seed=3), out=tmp_path / "run")
     again = federation_of(fs.Experiment(partition=f"file:{tmp_path / 'run' / 'partition.json'}", seed=99))
-    assert again.hash == federation_of(fs.Experiment(clients=6, seed=3)).hash
+    first = federation_of(fs.Experiment(clients=6, seed=3))
+    assert again.hash == first.hash
+    assert again.checksum() == first.checksum()  # the same samples for training and testing
 
 
 def test_the_synthetic_generator_comes_with_its_clients() -> None:
     fed = federation_of(fs.Experiment(data="synthetic:0.5,0.5,10"))
     assert len(fed) == 10
     assert fed.shape == (60,)
+
+
+def test_labels_beyond_any_sense_are_refused_at_once(tmp_path: Path) -> None:
+    x, y = np.zeros((12, 3), "float32"), np.arange(12) % 2
+    for label in (2_000_000_000, 1e19, -1):
+        np.savez(tmp_path / "mine.npz", x=x, y=np.where(np.arange(12) == 7, label, y))
+        with pytest.raises(fs.InputError, match=r"label .* of sample 7"):
+            federation_of(fs.Experiment(data=str(tmp_path / "mine.npz"), clients=2))
+    assert fs.Federation.from_arrays([(x, y, x, y)], classes=y.max() + 1).classes == 2

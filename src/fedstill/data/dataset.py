@@ -126,18 +126,21 @@ def samples(where: str, x: Array) -> Array:
     return x
 
 
+MOST_CLASSES = 1_000_000  # a label beyond is a mistake, and would ask for a table of that size
+
+
 def targets(where: str, y: Array, count: int, classes: int | None = None) -> Ints:
     """Labels as int64: one a sample, whole, at least 0, and below `classes` where the classes are known."""
     if y.shape != (count,):
         raise InputError(where, Shown(f"labels of shape {y.shape}"), f"one label for each of the {count} samples")
     if y.dtype.kind not in "buif":
         raise InputError(where, Shown(f"labels of type {y.dtype}"), "whole numbers")
-    below = np.inf if classes is None else classes
+    below = MOST_CLASSES if classes is None else classes
     # a NaN fails every comparison, so it is caught here as well
     good = (y >= 0) & (y < below) & (np.mod(y, 1) == 0) if y.dtype.kind == "f" else (y >= 0) & (y < below)
     if not good.all():
         first = int(np.flatnonzero(~good)[0])
-        top = "" if classes is None else f" and below {classes}"
+        top = f" and below {below:,}"
         raise InputError(
             where, Shown(f"label {y[first].item()} of sample {first}"), f"a whole number of at least 0{top}"
         )

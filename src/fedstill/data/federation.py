@@ -90,6 +90,8 @@ class Federation:
 
         Everything is copied. float64 stays float64, uint8 images become float32 from 0 to 1, other numbers float32.
         """
+        if isinstance(classes, np.integer):
+            classes = int(classes)
         if isinstance(classes, bool) or not (classes is None or (isinstance(classes, int) and classes >= 1)):
             raise InputError("classes", classes, "a whole number of at least 1")
         if not isinstance(clients, Sequence) or len(clients) == 0:
@@ -148,6 +150,8 @@ class Federation:
         if parts.official and (dataset.test_x is None or dataset.test_y is None):
             raise InputError("split", split, f"percentages such as '80/20': {dataset.name} has no official test part")
         used = "train" if parts.official else pool
+        if how.kind == "file":
+            seed = load_record(Path(str(how.parameter))).seed  # the same division into train and test, too
         data = dataset.pooled() if used == "all" else dataset
         hands = deal(
             how,
