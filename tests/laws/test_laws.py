@@ -8,7 +8,6 @@ import torch
 import fedstill as fs
 from fedstill import simulation, tree
 from fedstill.experiment import Training
-from fedstill.transport.local import LocalTransport
 
 from ..problems import MODELS, SETTINGS, distance, identical, make, on_quadratics, point, ragged, run, states
 from .table import OPTIMUM, ROWS, Neutral, Row, mean_of_pulls
@@ -60,25 +59,6 @@ def test_4_scaffold_finds_the_optimum_where_fedavg_does_not() -> None:
     fedavg, scaffold = on_quadratics(fs.FedAvg(mean="uniform")), on_quadratics(fs.SCAFFOLD())
     assert abs(point(fedavg.generic()) - OPTIMUM) == pytest.approx(bias, abs=1e-9)
     assert abs(point(scaffold.generic()) - OPTIMUM) < 1e-9
-
-
-class Spy(LocalTransport):
-    """Sees every message, and the store, as they pass."""
-
-    seen: list
-
-    def replies(self, timeout=None):
-        for reply in super().replies(timeout):
-            memory = self.controller.store.get(reply.client)
-            self.seen.append((reply, memory))
-            yield reply
-
-
-@pytest.fixture
-def spied(monkeypatch):
-    Spy.seen = []
-    monkeypatch.setattr(simulation, "LocalTransport", Spy)
-    return Spy.seen
 
 
 @every_row

@@ -11,7 +11,6 @@ import fedstill as fs
 from fedstill import models, simulation, tree
 from fedstill.channels import Mark, follow
 from fedstill.experiment import Training
-from fedstill.transport.local import LocalTransport
 
 from ..problems import SETTINGS, make, ragged
 
@@ -62,22 +61,13 @@ def test_silenced_channels_equal_a_network_without_them() -> None:
 
 
 @pytest.mark.parametrize("engine", ["one", "stacked"])
-def test_private_channels_never_travel(engine: str, monkeypatch) -> None:
-    seen = []
-
-    class Spy(LocalTransport):
-        def replies(self, timeout=None):
-            for reply in super().replies(timeout):
-                seen.append(reply)
-                yield reply
-
-    monkeypatch.setattr(simulation, "LocalTransport", Spy)
+def test_private_channels_never_travel(engine: str, spied) -> None:
     method = fs.CD2PFed(p=0.5)
     how = Training(**{**SETTINGS, "rounds": 4}, engine=engine)
     simulation.prepare(method, make("normed"), ragged(), None, how).run()
     for t in range(1, 5):
         k = {c: c * t // 8 for c in (6, 5)}  # ⌊0.5·t/4·C⌋
-        for reply in (r for r in seen if r.kind == "train" and r.round == t):
+        for reply in (r for r, _ in spied if r.kind == "train" and r.round == t):
             up = {n: tuple(v.shape) for n, v in tree.leaves(reply.up["params"])}
             assert up["fc1.weight"] == (6 - k[6], 4)
             assert up["bn.running_mean"] == (6 - k[6],)
@@ -182,21 +172,12 @@ BATCHNORM_GOES_UP = {  # the stated policy of each method, on a model with Batch
 
 
 @pytest.mark.parametrize("name", fs.METHODS)
-def test_batchnorms_statistics_go_where_the_method_says(name: str, monkeypatch) -> None:
-    seen = []
-
-    class Spy(LocalTransport):
-        def replies(self, timeout=None):
-            for reply in super().replies(timeout):
-                seen.append(reply)
-                yield reply
-
-    monkeypatch.setattr(simulation, "LocalTransport", Spy)
+def test_batchnorms_statistics_go_where_the_method_says(name: str, spied) -> None:
     prepared = simulation.prepare(
         fs.METHODS[name](), make("normed"), ragged(), None, Training(**SETTINGS, engine="one")
     )
     run = prepared.run()
-    names = {n.split(tree.SEPARATOR)[-1] for r in seen if r.kind == "train" for n, _ in tree.leaves(r.up)}
+    names = {n.split(tree.SEPARATOR)[-1] for r, _ in spied if r.kind == "train" for n, _ in tree.leaves(r.up)}
     up = {n.removesuffix(".running_mean") for n in names if n.endswith(".running_mean")}
     assert up == BATCHNORM_GOES_UP[name]
     start = make("normed").state_dict()["bn.running_mean"]
