@@ -1,17 +1,16 @@
-"""Two workers on two cores: one thread each, so that they do not wait for one another."""
+"""Two workers on two cores: one thread each, so that they do not wait for one another. And what many tests watch with."""
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from fedstill import simulation  # noqa: E402
+from fedstill.transport.local import LocalTransport  # noqa: E402
 
 torch.set_num_threads(1)
-
-import pytest
-
-from fedstill import simulation
-from fedstill.transport.local import LocalTransport
 
 
 @pytest.fixture
