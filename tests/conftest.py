@@ -4,11 +4,11 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
-from fedstill import simulation  # noqa: E402
-from fedstill.transport.local import LocalTransport  # noqa: E402
+from fedstill import simulation
+from fedstill.transport.local import LocalTransport
 
 torch.set_num_threads(1)
 

@@ -164,8 +164,11 @@ def simulate(
         journal = Journal(out)
         about = {"data": PYTHON, "model": PYTHON, "head": simulation.trainer.bench.task.head_modules()}
         record = {**data.partition_record, "contents": data.checksum()}
-        if not resume or not (journal.folder / "experiment.toml").is_file():
-            journal.begin(to_toml(how, method, **about), record, simulation.device)
+        said, before = to_toml(how, method, **about), journal.folder / "experiment.toml"
+        if not resume or not before.is_file():
+            journal.begin(said, record, simulation.device)
+        elif before.read_text(encoding="utf-8") != said:
+            raise InputError("out", str(out), "the folder of the same call: its settings or method were others")
         else:
             journal.check_partition(record)
             return simulation.run(journal=journal, progress=progress, go_on=True)

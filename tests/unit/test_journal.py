@@ -175,4 +175,6 @@ def test_a_run_from_python_goes_on_by_the_same_call_only(tmp_path: Path) -> None
         call(out=tmp_path / "run", progress=stop)
     with pytest.raises(fs.InputError, match="simulate"):
         fs.resume(tmp_path / "run")
+    with pytest.raises(fs.InputError, match="same call"):
+        fs.simulate(fs.PFedSD(lam=9), model=make("plain"), data=ragged(), out=tmp_path / "run", resume=True)
     assert identical(states(call()), states(call(out=tmp_path / "run", resume=True)))
