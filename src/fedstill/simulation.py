@@ -88,10 +88,7 @@ class Run:
         last = self._task.clients + len(self.newcomers) - 1
         if not 0 <= client <= last:
             raise InputError("client", client, f"a number from 0 to {last}")
-        down = self.method.send(self._task, self._server, client)
-        if "personal" not in self.method.scores:
-            return self.generic()
-        return self._task.net.export(self.method.personal(self._task, down, self._store.get(client)))
+        return self._task.net.export(self.served(client))
 
     def generic(self) -> Params:
         """The model for everybody as a state dict (for `Local`, where nobody trains one: the initial weights)."""

@@ -88,8 +88,3 @@ def spectral(
     if divergence == "generalised":
         value = value - a + b
     return (times * value).sum()
-
-
-def accuracy(logits: Tensor, y: Tensor) -> Tensor:
-    """1 where the largest logit is the label, else 0; one a sample."""
-    return (logits.argmax(-1) == y).to(torch.int64)

@@ -63,6 +63,11 @@ def zeros(tree: Tree) -> Tree:
     return map(torch.zeros_like, tree)
 
 
+def scalar_zero(tree: Tree) -> Tensor:
+    """A single 0 in the dtype and on the device of the tree's first leaf."""
+    return torch.zeros_like(next(leaves(tree))[1].sum())
+
+
 def add(a: Tree, b: Tree, scale: float = 1.0) -> Tree:
     """a + scale·b."""
     return map(lambda x, y: _like(x, x + scale * y), a, b)
@@ -71,11 +76,6 @@ def add(a: Tree, b: Tree, scale: float = 1.0) -> Tree:
 def sub(a: Tree, b: Tree) -> Tree:
     """a − b."""
     return map(lambda x, y: x - y, a, b)
-
-
-def scale(tree: Tree, factor: float) -> Tree:
-    """factor·tree."""
-    return map(lambda x: _like(x, x * factor), tree)
 
 
 def mean(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
@@ -169,11 +169,6 @@ def finite(tree: Tree) -> bool:
     """Whether no leaf holds a number that is not finite."""
     sums = [leaf.sum(dtype=torch.float64) for _, leaf in leaves(tree) if leaf.is_floating_point()]
     return not sums or bool(torch.isfinite(torch.stack(sums)).all())
-
-
-def size(tree: Tree) -> int:
-    """Bytes of all leaves."""
-    return sum(leaf.numel() * leaf.element_size() for _, leaf in leaves(tree))
 
 
 def _memory(leaf: Tensor) -> int:

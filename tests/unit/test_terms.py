@@ -146,8 +146,3 @@ def test_ewc() -> None:
     assert value.item() == pytest.approx(hand, rel=1e-13)
     for name, slope in zip(w, torch.autograd.grad(value, list(w.values())), strict=True):
         np.testing.assert_allclose(slope.numpy(), f[name] * (tensors(0)[name] - tensors(1)[name]), atol=1e-14)
-
-
-def test_accuracy() -> None:
-    z = torch.tensor([[0.0, 2.0, 1.0], [5.0, 2.0, 1.0], [0.0, 0.5, 1.0]])
-    assert terms.accuracy(z, torch.tensor([1, 2, 2])).tolist() == [1, 0, 1]

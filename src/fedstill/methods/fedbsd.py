@@ -51,7 +51,7 @@ class FedBSD(FedAvg):
 
     def init_client(self, task: Task, params: Params) -> Tree:
         """The client's own model, and that it has not been trained yet."""
-        return {"own": params, "seen": torch.zeros_like(next(iter(params.values())).sum())}
+        return {"own": params, "seen": tree.scalar_zero(params)}
 
     def private(self, task: Task) -> frozenset[str]:
         """The head, and BatchNorm."""

@@ -48,7 +48,7 @@ class PFedKDWCL(FedAvg):
 
     def init_client(self, task: Task, params: Params) -> Tree:
         """θ_i = w⁰, and that no round has been seen yet."""
-        return {"theta": params, "seen": torch.zeros_like(next(iter(params.values())).sum())}
+        return {"theta": params, "seen": tree.scalar_zero(params)}
 
     def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
         """θ_i as it was; the global model's predictions on all local data."""

@@ -70,7 +70,7 @@ class PFedSD(FedAvg):
         return {"params": params, **kept}
 
     def _blank(self, task: Task, params: Params) -> Tree:
-        kept: Tree = {"v": params, "seen": torch.zeros_like(next(iter(params.values())).sum())}
+        kept: Tree = {"v": params, "seen": tree.scalar_zero(params)}
         if self.regulariser == "ewc":
             kept["fisher"] = tree.zeros(task.trainable(params))
         if self.teacher == "predictions":

@@ -50,7 +50,7 @@ class SpectralCoDistillation(FedAvg):
 
     def init_client(self, task: Task, params: Params) -> Tree:
         """w_p = w⁰, and that no round has been seen yet."""
-        return {"personal": params, "seen": torch.zeros_like(next(iter(params.values())).sum())}
+        return {"personal": params, "seen": tree.scalar_zero(params)}
 
     def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
         """w_G from the download, w_p from where it was."""
