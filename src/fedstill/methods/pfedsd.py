@@ -8,7 +8,7 @@ Jin et al., "Personalized Edge Intelligence via Federated Self-Knowledge Distill
 Choices: (1) The paper's Eq. 3 has no τ², the authors' code has it: `scale_by_temperature`. (2) In its first round a
 client has no past model: plain CE. (3) The teacher runs in evaluation mode without gradient, over all local data at once:
 at the start of a round (teacher="model"), or after training, when its predictions are kept for the next round
-(teacher="predictions": no teacher pass; v_k stays only as the client's result). Same numbers. (4) Table 9's other
+(teacher="predictions": no pass at the start; v_k stays only as the client's result). Same numbers. (4) Table 9's other
 regularisers: mse on logits (mean over classes), l2 = ½‖w − v_k‖², ewc = ½·Σ F·(w − v_k)² with the empirical Fisher
 diagonal of v_k on the client's data. (5) `ramp`: λ rises linearly over this share of the rounds (§4.4 proposes a rise,
 and no form). (6) `stateless`: the server keeps v_k and sends it down with w; it learns v_k from the upload anyway. (7)
@@ -43,6 +43,7 @@ class PFedSD(FedAvg):
     paper: ClassVar[str] = "Jin et al., TPDS 2022"
     scores: ClassVar[tuple[str, ...]] = ("personal", "generic")
     per_sample: ClassVar[frozenset[str]] = frozenset({"logits"})
+    averages: ClassVar[bool] = True
 
     lam: float = setting(0.5, "λ, weight of the distillation", least=0)
     tau: float = setting(1.0, "τ, temperature of the softmax", above=0)

@@ -1,0 +1,46 @@
+"""FedAvgM: FedAvg whose server keeps momentum over rounds.
+
+    Δ = Σ p_k·(w_t − w_k),   p_k = n_k / Σ n_j            v ← β·v + Δ            w ← w − v
+
+Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification", 2019.
+
+Choices: (1) β = 0.9; the paper tries {0, 0.7, 0.9, 0.97, 0.99, 0.997}. (2) As in the paper, the server has no learning rate. (3)
+Momentum covers trainable parameters; BatchNorm's buffers take the plain mean. (4) The rule is that of the setting
+server="momentum", which gives other methods the same server; this one takes none besides its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..server.rules import Rule
+from ..settings import setting
+from ..task import Task
+from ..tree import Params, Tree
+from .fedavg import FedAvg
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAvgM(FedAvg):
+    """FedAvg with momentum at the server."""
+
+    id: ClassVar[str] = "fedavgm"
+    paper: ClassVar[str] = "Hsu et al., 2019"
+
+    beta: float = setting(0.9, "β, the server's momentum", least=0, most=1)
+
+    def rule(self) -> Rule:
+        """The server's rule."""
+        return Rule("momentum", 1.0, self.beta)
+
+    def init_server(self, task: Task, params: Params) -> Tree:
+        """w, and v = 0."""
+        return self.rule().begin({"params": params}, task.net.parameters)
+
+    def merge(
+        self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float], clients: Sequence[int]
+    ) -> Tree:
+        """v ← β·v + Δ, w ← w − v."""
+        return self.rule().follow(server, super().merge(task, server, ups, weights, clients))

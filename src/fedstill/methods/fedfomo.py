@@ -1,0 +1,150 @@
+"""FedFomo: each client weighs other clients' models by how much they would help on data of its own.
+
+    w_m = max(0, L_k(θ_k) − L_k(θ_m)) / ‖θ_m − θ_k‖,   divided by their sum
+    θ_k ← θ_k + Σ_m w_m·(θ_m − θ_k),   then local training
+    server: keeps the clients' models, sends each client M others' by affinity, P_km ← P_km + w_m, with ε-greedy exploration
+
+Zhang et al., "Personalized Federated Learning with First Order Model Optimization", ICLR 2021.
+
+Choices: (1) θ_k is the client's model before its last local training; what it trained is one of the θ_m, and M counts
+the others. So training that did not help is dropped, as in the authors' code. (2) L_k is the mean cross-entropy, in
+evaluation mode, of every (1/val)-th of the client's training samples, which are not trained on (a batch of nothing else
+is); val=0 measures on all of them. (3) M = 5, ε = 0.3, less by 0.05 a round, as in the authors' code and in pFedSD's
+comparison. (4) Norms run over trainable parameters; where θ_m = θ_k the weight is 0, and where all are 0 θ_k stays. (5)
+Buffers are combined by the same weights. (6) All models that were ever uploaded can be sent; ties of affinity are
+broken at random. (7) The personal model is the combination of what the client would download now, also for one that
+never took part; nobody is served with the models' mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import tree
+from ..batch import Batch
+from ..settings import setting
+from ..task import Task
+from ..tree import Params, Tree
+from .fedavg import FedAvg
+
+EXPLORE, ANY, TIES = 1, 2, 3  # what a draw is for
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedFomo(FedAvg):
+    """Each client weighs other clients' models by how much they would help it."""
+
+    id: ClassVar[str] = "fedfomo"
+    paper: ClassVar[str] = "Zhang et al., ICLR 2021"
+    scores: ClassVar[tuple[str, ...]] = ("personal",)
+
+    m: int = setting(5, "M, other clients' models that are sent down; 0: all", least=0)
+    epsilon: float = setting(0.3, "ε, chance that a model is sent at random instead of by affinity", least=0, most=1)
+    decay: float = setting(0.05, "by how much ε falls every round", least=0)
+    val: float = setting(0.2, "share of a client's training samples that only measure; 0: all do", least=0, most=0.5)
+    weights: Literal["first-order", "equal"] = setting("first-order", "how a client weighs the models")
+    mean: Literal["weighted", "uniform"] = setting("uniform", "weigh clients by their samples, or all alike")
+
+    def init_server(self, task: Task, params: Params) -> Tree:
+        """The clients' models and their affinities; `params` is the participants' mean."""
+        return {"params": params, "models": {}, "affinity": {}}
+
+    def init_client(self, task: Task, params: Params) -> Tree:
+        """The model before and after the last training, and that there was none yet."""
+        return {"before": params, "own": params, "seen": tree.scalar_zero(params)}
+
+    def chosen(self, task: Task, server: Tree, client: int) -> list[int]:
+        """Whose models the client is sent: by affinity, or with probability ε any."""
+        others = sorted(int(k) for k in server["models"] if int(k) != client)
+        if not 0 < self.m < len(others):
+            return others
+        row: Tensor | None = server["affinity"].get(str(client))
+        liked = {k: float(row[k]) if row is not None and k < len(row) else 0.0 for k in others}
+        shuffled, ties = ([others[i] for i in task.permutation(len(others), why, client)] for why in (ANY, TIES))
+        best, found = sorted(ties, key=lambda k: -liked[k]), list[int]()
+        for slot in range(self.m):
+            explores = task.uniform(EXPLORE, client, slot) < self.epsilon - self.decay * (task.round - 1)
+            found.append(next(k for k in (shuffled if explores else best) if k not in found))
+        return found
+
+    def send(self, task: Task, server: Tree, client: int) -> Tree:
+        """M models, and which of the places are taken."""
+        who, most = self.chosen(task, server, client), max(0, task.clients - 1)
+        places = min(self.m or most, most)
+        there = torch.arange(places, device=task.net.device) < len(who)
+        sent = [*(server["models"][str(k)] for k in who), *[server["params"]] * places][:places]
+        return {"models": {str(i): model for i, model in enumerate(sent)}, "there": there.to(task.net.dtype)}
+
+    def weigh(self, task: Task, down: Tree, memory: Tree) -> Tensor:
+        """w_m, for the client's own trained model first."""
+        there = torch.cat([memory["seen"].reshape(1), down["there"]])
+        worth = there
+        if self.weights == "first-order":
+            theta, others = memory["before"], [memory["own"], *down["models"].values()]
+            gain = self.measured(task, theta) - torch.stack([self.measured(task, m) for m in others])
+            apart = [tree.square_norm(tree.sub(task.trainable(m), task.trainable(theta))) for m in others]
+            far = torch.stack(apart).sqrt()
+            worth = there * torch.where(far > 0, gain / torch.where(far > 0, far, 1), 0).clamp(min=0)
+        total = worth.sum()
+        return torch.where(total > 0, worth / torch.where(total > 0, total, 1), 0)
+
+    def combined(self, down: Tree, memory: Tree, weights: Tensor) -> Params:
+        """θ_k + Σ_m w_m·(θ_m − θ_k)."""
+
+        def moved(theta: Tensor, *others: Tensor) -> Tensor:
+            new = theta + sum(weights[i] * (other - theta) for i, other in enumerate(others))
+            return new if theta.is_floating_point() else new.round().to(theta.dtype)
+
+        return tree.map(moved, memory["before"], memory["own"], *down["models"].values())
+
+    def measured(self, task: Task, params: Params) -> Tensor:
+        """L_k."""
+        site, stride = task.here(), round(1 / self.val) if self.val else 1
+        rows = site.index[::stride]
+        real = (torch.arange(len(rows), device=rows.device) * stride < site.samples).to(task.net.dtype)
+        losses = F.cross_entropy(task.predict(params, site.x[rows]), site.y[rows], reduction="none")
+        return (losses * real).sum() / real.sum()
+
+    def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
+        """The combination, where training starts."""
+        weights = self.weigh(task, down, memory)
+        start = self.combined(down, memory, weights)
+        return {"params": start, "start": start, "weights": weights}
+
+    def loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
+        """CE on the samples that do not measure."""
+        if not self.val:
+            return self.fit(task, params, batch)
+        real = torch.ones_like(batch.index, dtype=task.net.dtype) if batch.mask is None else batch.mask
+        left = real * (batch.index % round(1 / self.val) != 0)
+        return self.fit(task, params, dataclasses.replace(batch, mask=torch.where(left.sum() > 0, left, real)))
+
+    def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
+        """The trained model and the weights of the others' go up."""
+        own = local["params"]
+        kept = {"before": local["start"], "own": own, "seen": torch.ones_like(memory["seen"])}
+        return {"params": own, "weights": local["weights"][1:]}, kept
+
+    def merge(
+        self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float], clients: Sequence[int]
+    ) -> Tree:
+        """Every participant's model, and its affinities."""
+        models, affinity = dict(server["models"]), dict(server["affinity"])
+        for client, up in zip(clients, ups, strict=True):
+            models[str(client)], who = tree.clone(up["params"]), self.chosen(task, server, client)
+            row = affinity.get(str(client), up["weights"].new_zeros(0))
+            row = F.pad(row, (0, max([0, *(k + 1 - len(row) for k in who)])))
+            at = torch.tensor(who).to(row.device, torch.int64)
+            affinity[str(client)] = row.index_add(0, at, up["weights"][: len(who)])
+        return {**super().merge(task, server, ups, weights, clients), "models": models, "affinity": affinity}
+
+    def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
+        """The combination of what comes down now."""
+        return self.combined(down, memory, self.weigh(task, down, memory))

@@ -1,0 +1,55 @@
+"""LG-FedAvg: a private body (local representations) under a shared head, trained together.
+
+    (l_k, g_k) ← SGD(CE on client k's data) from (l_k, g), all at once
+    server:      g ← Σ p_k·g_k,   p_k = n_k / Σ n_j
+
+Liang et al., "Think Locally, Act Globally: Federated Learning with Local and Global Representations", 2020. Algorithm 1.
+
+Choices: (1) The authors' code first runs FedAvg and goes on from there; here every body starts from w⁰. (2) Buffers go with
+their module: a BatchNorm in the body is private. (3) The personal model is the client's body under the current head; a
+client that never took part has its initial body. Nobody trains a body for everybody, so there is no generic score. (4) The
+paper allows other losses for the local representations (unsupervised, self-supervised, adversarial); here it is CE alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..task import Task
+from ..tree import Params, Tree
+from .fedavg import FedAvg
+
+
+@dataclass(frozen=True, kw_only=True)
+class LGFedAvg(FedAvg):
+    """A private body under a shared head, trained together."""
+
+    id: ClassVar[str] = "lg-fedavg"
+    paper: ClassVar[str] = "Liang et al., 2020"
+    scores: ClassVar[tuple[str, ...]] = ("personal",)
+    needs_head: ClassVar[bool] = True
+
+    def init_client(self, task: Task, params: Params) -> Tree:
+        """l_k."""
+        return {"body": task.body(params)}
+
+    def private(self, task: Task) -> frozenset[str]:
+        """The body."""
+        return task.need_split().body
+
+    def send(self, task: Task, server: Tree, client: int) -> Tree:
+        """g."""
+        return {"params": task.head(server["params"])}
+
+    def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
+        """The client's body under the received head."""
+        return {"params": {**memory["body"], **down["params"]}}
+
+    def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
+        """g_k goes up, l_k stays."""
+        return {"params": task.head(local["params"])}, {"body": task.body(local["params"])}
+
+    def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
+        """The client's body under the current head."""
+        return {**memory["body"], **down["params"]}

@@ -1,0 +1,102 @@
+"""pFedMe: the personal model solves a client's loss near w; w follows the gradient of the Moreau envelope.
+
+    θ̃(w) ≈ argmin_θ  f_B(θ) + λ/2·‖θ − w‖²              K steps of SGD on a batch B, from θ = w, step η_p
+    w_k ← w_k − η·λ·(w_k − θ̃(w_k))                      one step for each batch, from w_k = w_t
+    server:  w ← (1−β)·w + β·(1/|S|)·Σ w_k
+
+T. Dinh, Tran and Nguyen, "Personalized Federated Learning with Moreau Envelopes", NeurIPS 2020. Algorithm 1.
+
+A batch costs K gradients: K times the work of FedAvg.
+
+Choices: (1) The paper makes R steps a round, on a fresh batch each; here as many as the experiment's epochs have batches. (2)
+θ starts from w_k for each batch; the authors' code goes on from the last batch's θ, which λ soon forgets. (3) λ = 15, K = 5,
+η_p = 0.09 and β = 1, as in the authors' code for MNIST; η is the experiment's lr, and η·λ should stay below 1. (4) Neither
+loop has momentum, whatever the experiment says; its weight decay acts on θ. (5) The server's mean is uniform, as printed;
+the authors' code weighs by samples. (6) The client keeps the θ of its last batch: that is the personal model. One that never
+took part is scored with w. (7) BatchNorm's statistics move with θ's K passes; w_k has the same ones, and the server takes
+their plain mean. (8) In the paper all clients train and S of them are averaged; here only the participants train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value
+
+from .. import tree
+from ..batch import Batch
+from ..method import Phase
+from ..settings import setting
+from ..task import Task
+from ..tree import Params, Tree
+from .fedavg import FedAvg
+
+
+@dataclass(frozen=True, kw_only=True)
+class PFedMe(FedAvg):
+    """Personal models near the global one, by Moreau envelopes."""
+
+    id: ClassVar[str] = "pfedme"
+    paper: ClassVar[str] = "T. Dinh et al., NeurIPS 2020"
+    scores: ClassVar[tuple[str, ...]] = ("personal", "generic")
+
+    lam: float = setting(15.0, "λ, how near the personal model stays to w", above=0)
+    k: int = setting(5, "K, steps that solve the personal problem on a batch", least=1)
+    personal_lr: float = setting(0.09, "η_p, learning rate of these steps", above=0)
+    beta: float = setting(1.0, "β, the server's step towards the mean", above=0)
+    mean: Literal["weighted", "uniform"] = setting("uniform", "weigh clients by their samples, or all alike")
+
+    def init_client(self, task: Task, params: Params) -> Tree:
+        """θ_k = w⁰, and that no round has been seen yet."""
+        return {"theta": params, "seen": tree.scalar_zero(params)}
+
+    def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
+        """w_k ← w_t, and θ with it."""
+        return {"params": down["params"], "theta": down["params"]}
+
+    def phases(self, task: Task) -> tuple[Phase, ...]:
+        """The experiment's epochs, without momentum."""
+        return (Phase(momentum=0.0),)
+
+    def step(self, task: Task, local: Tree, batch: Batch) -> tuple[Tree, Tensor]:
+        """θ ← θ̃(w_k), then w_k ← w_k − η·λ·(w_k − θ)."""
+        w = task.trainable(local["params"])
+        rest = {name: value for name, value in local["params"].items() if name not in w}
+
+        def objective(theta: Params, rest: Params) -> tuple[Tensor, Params]:
+            copies = {name: value.clone() for name, value in rest.items()}
+            return self.fit(task, {**theta, **copies}, batch), copies
+
+        slope, theta, first = grad_and_value(objective, has_aux=True), w, None
+        for _ in range(self.k):
+            grads, (loss, rest) = slope(theta, rest)
+            first = loss if first is None else first
+            theta = {n: t - self.personal_lr * self._pull(task, grads[n], t, w[n]) for n, t in theta.items()}
+        assert first is not None
+        moved = {name: w[name] - task.lr * self.lam * (w[name] - theta[name]) for name in w}
+        models = {"params": {**moved, **rest}, "theta": {**theta, **rest}}
+        return {model: {name: state[name] for name in local[model]} for model, state in models.items()}, first
+
+    def _pull(self, task: Task, grad: Tensor, theta: Tensor, w: Tensor) -> Tensor:
+        """∇f_B(θ) + λ·(θ − w), with weight decay."""
+        return grad + task.weight_decay * theta + self.lam * (theta - w)
+
+    def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
+        """w_k goes up, θ_k stays."""
+        return {"params": local["params"]}, {"theta": local["theta"], "seen": torch.ones_like(memory["seen"])}
+
+    def merge(
+        self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float], clients: Sequence[int]
+    ) -> Tree:
+        """w ← mean + (β−1)·(mean − w), which is (1−β)·w + β·mean."""
+        params = tree.mean([up["params"] for up in ups], self.shares(weights))
+        mean, w = task.trainable(params), task.trainable(server["params"])
+        return {**server, "params": {**params, **tree.add(mean, tree.sub(mean, w), self.beta - 1)}}
+
+    def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
+        """θ_k, or w for a client that never took part."""
+        return tree.where(memory["seen"] > 0, memory["theta"], down["params"])
