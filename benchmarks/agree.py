@@ -33,10 +33,12 @@ def main() -> None:
     parser.add_argument("--participation", type=float, default=0.6)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--compile", action="store_true", help="also with the step compiled (some seconds a method)")
     o = parser.parse_args()
     ways = {"cpu one": ("cpu", "one"), "cpu stacked": ("cpu", "stacked")}
     if torch.cuda.is_available():
         ways |= {"gpu stacked": ("cuda", "stacked"), "gpu one": ("cuda", "one")}
+        ways |= {"gpu compiled": ("cuda", "stacked")} if o.compile else {}
     print(f"torch {torch.__version__}; {o.model}, {o.clients} clients; largest difference from 'cpu one', float64")
     print(f"{'method':<12}" + "".join(f"{way:>14}" for way in list(ways)[1:]))
     worst = 0.0
@@ -46,7 +48,7 @@ def main() -> None:
             experiment = fs.Experiment(
                 method=methods.get(name)(), rounds=o.rounds, clients=o.clients, participation=o.participation, epochs=1,
                 batch_size=o.batch_size, lr=o.lr, momentum=0.5, model=o.model, dtype="float64", device=device, engine=engine,
-                eval_every=o.rounds,
+                eval_every=o.rounds, compile="on" if way == "gpu compiled" else "off",
             )  # fmt: skip
             found[way] = states(fs.run(experiment), o.clients)
         gaps = [

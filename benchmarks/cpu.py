@@ -5,6 +5,8 @@
 Both train the same model on the same data for the same number of SGD steps, by FedAvg, each in a process of its own as a user
 would run it (threads and memory are a process's own affair). Their rounds alternate, one waiting while the other works, and the
 ratio is the median of the ratios round by round, since timings of a shared machine wander.
+
+Then, in the same way, ourselves beside ourselves: one worker and two, and a perceptron by autograd and by its own loop.
 """
 
 from __future__ import annotations
@@ -41,6 +43,22 @@ class PlainCNN(nn.Module):
         return self.fc3(F.relu(self.fc2(F.relu(self.fc1(x)))))
 
 
+class MiddleCNN(nn.Module):
+    """Two 5×5 convolutions of 32 and 64 channels, a hidden layer of 512 units."""
+
+    head_modules = "fc2"
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 32, 5), nn.Conv2d(32, 64, 5)
+        self.fc1, self.fc2 = nn.Linear(1024, 512), nn.Linear(512, classes)
+
+    def forward(self, x):
+        x = F.relu(F.max_pool2d(self.conv1(x), 2))
+        x = F.relu(F.max_pool2d(self.conv2(x), 2)).flatten(1)
+        return self.fc2(F.relu(self.fc1(x)))
+
+
 class PlainMLP(nn.Module):
     def __init__(self, classes: int = 10) -> None:
         super().__init__()
@@ -74,7 +92,7 @@ class Workload:
 
     name: str
     plain: type[nn.Module]
-    model: str
+    model: str  # by its name here, or "plain" for the module above
     clients: int
     samples: int
     batch: int
@@ -96,9 +114,21 @@ WORKLOADS = [
     Workload("CNN of the first paper for FMNIST, batch 64", PlainCNN, "cnn-fmnist", 4, 256, 64, 0.9, 1.3),
     Workload("MLP 784-128-10, batch 20", PlainMLP, "mlp", 10, 200, 20, 0.0, 1.4),
 ]
+OURSELVES = [  # a workload, what the first is, and what the second
+    (
+        Workload("CNN 32-64-512, 20 clients, batch 64", MiddleCNN, "plain", 20, 128, 64, 0.0, 1.6),
+        {"workers": 1},
+        {"workers": 2},
+    ),
+    (
+        Workload("MLP 784-128-10, 5 clients, batch 20", PlainMLP, "mlp", 5, 400, 20, 0.0, 2.0),
+        {"workers": 1, "fast": False},
+        {"workers": 1},
+    ),
+]
 
 
-def plain_worker(pipe: Connection, work: Workload, threads: int) -> None:
+def plain_worker(pipe: Connection, work: Workload, threads: int, changes: dict) -> None:
     if threads:
         torch.set_num_threads(threads)
     loaders = [DataLoader(TensorDataset(x, y), batch_size=work.batch, shuffle=True) for x, y in work.data()]
@@ -109,23 +139,32 @@ def plain_worker(pipe: Connection, work: Workload, threads: int) -> None:
         pipe.send(time.perf_counter() - began)
 
 
-def our_worker(pipe: Connection, work: Workload, threads: int) -> None:
+def our_worker(pipe: Connection, work: Workload, threads: int, changes: dict) -> None:
     if threads:
         torch.set_num_threads(threads)
     fed = fs.Federation.from_arrays([(x, y, x[:2], y[:2]) for x, y in work.data()], classes=10)
     how = Training(
-        rounds=1, epochs=1, batch_size=work.batch, lr=0.01, momentum=work.momentum, engine="one", device="cpu"
-    )
-    ours = simulation.prepare(fs.FedAvg(), models.build(work.model, (1, 28, 28), 10), fed, None, how)
-    while pipe.recv():
-        pipe.send(ours.run().history[0]["train_seconds"])
+        rounds=1_000_000, eval_every=1_000_000, epochs=1, batch_size=work.batch, lr=0.01, momentum=work.momentum,
+        engine="one", device="cpu", **changes,
+    )  # fmt: skip
+    model = work.plain() if work.model == "plain" else models.build(work.model, (1, 28, 28), 10)
+    ours = simulation.prepare(fs.FedAvg(), model, fed, None, how)
+    with ours.trainer.quiet():
+        rounds = ours.start().rounds()
+        while pipe.recv():
+            pipe.send(next(rounds)["train_seconds"])
+    ours.trainer.close()
 
 
-def compare(work: Workload, rounds: int, threads: int) -> float:
+def compare(work: Workload, rounds: int, threads: int, ours: tuple[dict, dict] | None = None) -> float:
+    """Two ways, round by round: the plain loop and ours, or two of ours with other settings."""
     context, ends, processes = multiprocessing.get_context("spawn"), [], []
-    for target in (plain_worker, our_worker):
+    names = ["plain", "fedstill"] if ours is None else [", ".join(f"{k}={v}" for k, v in c.items()) for c in ours]
+    for target, changes in zip(
+        (plain_worker if ours is None else our_worker, our_worker), ours or ({}, {}), strict=True
+    ):
         here, there = context.Pipe()
-        processes.append(context.Process(target=target, args=(there, work, threads), daemon=True))
+        processes.append(context.Process(target=target, args=(there, work, threads, changes), daemon=True))
         processes[-1].start()
         ends.append(here)
 
@@ -141,7 +180,7 @@ def compare(work: Workload, rounds: int, threads: int) -> float:
     a, b = (statistics.median(t) / work.steps() * 1e3 for t in zip(*times, strict=True))
     verdict = "met" if ratio >= work.target else "MISSED"
     print(
-        f"{work.name:<44} plain {a:7.3f} ms/step   fedstill {b:7.3f} ms/step   "
+        f"{work.name:<44} {names[0]} {a:7.3f} ms/step   {names[1]} {b:7.3f} ms/step   "
         f"ratio {ratio:5.2f}   target {work.target} {verdict}",
         flush=True,
     )
@@ -158,6 +197,8 @@ def main() -> None:
     )
     for work in WORKLOADS:
         compare(work, options.rounds, options.threads)
+    for work, first, second in OURSELVES:
+        compare(work, options.rounds, options.threads, (first, second))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,330 @@
+"""Several runs side by side as one stack: other seeds, or other values of one hyper-parameter, are one more axis.
+
+Every run keeps its own server, clients' memories, history and folder, and each coordinator runs as if it were alone. What is
+done together is the clients' work: in every round the orders of all runs go through one trainer, whose client r·K + k is client k
+of run r. The results are those of separate runs, to rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from . import plan, settings, tree
+from .data import Federation
+from .edge.data_manager import DataManager, Part, Samples
+from .edge.model_store import ModelStore
+from .edge.stacked import say
+from .edge.trainer import Bench, Done, Work
+from .experiment import Experiment
+from .plan import Plan
+from .server.sampler import SAMPLERS, power_of_choice
+from .simulation import Course, Progress, Run, Simulation, begin
+from .transport import Order, Reply
+from .tree import Tree
+
+T = TypeVar("T")
+
+
+class Apart(Exception):
+    """Why runs cannot go together; they can still go one after the other."""
+
+
+def run_together(
+    experiments: Sequence[Experiment],
+    *,
+    outs: Sequence[str | Path | None] | None = None,
+    progress: Progress | None = None,
+    federations: Sequence[Federation | None] | None = None,
+) -> list[Run]:
+    """Experiments that differ in their seeds, in floating fields of their methods or in lr only, as one stack.
+
+    Where they cannot go together (the engine is not stacked, a method branches on the value) they are run one after another,
+    with one line that says why. `progress` is told the last one's records.
+    """
+    folders = outs or [None] * len(experiments)
+    data = federations or [None] * len(experiments)
+    told = [None] * (len(experiments) - 1) + [progress]
+    courses = [
+        begin(experiment, out=folder, federation=federation, progress=tell)
+        for experiment, folder, federation, tell in zip(experiments, folders, data, told, strict=True)
+    ]
+    try:
+        return run(courses)
+    except Apart as why:
+        if any(course.history for course in courses):
+            raise
+        say(f"the runs go one after another: {why}")
+        return [_anew(course).run() for course in courses]  # memories may have been changed already
+
+
+def _anew(course: Course) -> Course:
+    return course.simulation.start(course.journal, course.checkpoint_every, course.progress)
+
+
+def run(courses: Sequence[Course]) -> list[Run]:
+    """Run all to their ends. Raises `Apart` before the first round where they cannot go together."""
+    fleet = Fleet(courses)
+    talks = [course.coordinator.course(course.server, course.first) for course in courses]
+    said = [next(talk, None) for talk in talks]
+    first = True
+    while said[0] is not None:
+        if isinstance(said[0], list):
+            orders = [part for part in said if isinstance(part, list)]
+            try:
+                replies = fleet.handle(orders)
+            except Exception as error:
+                if first and len(courses) > 1:
+                    raise Apart(str(error).strip().splitlines()[0] if str(error).strip() else repr(error)) from error
+                raise
+            said = [talk.send(part) for talk, part in zip(talks, replies, strict=True)]
+        else:
+            for course, part in zip(courses, said, strict=True):
+                assert isinstance(part, tuple)
+                course.note(*part)
+            said = [next(talk, None) for talk in talks]
+            first = False
+    return [course.end() for course in courses]
+
+
+class Fleet:
+    """The clients of several runs behind one trainer."""
+
+    def __init__(self, courses: Sequence[Course]) -> None:
+        self.courses = courses
+        sims = [course.simulation for course in courses]
+        lead = sims[0].trainer
+        self.clients = len(lead.bench.data.train.sizes)
+        for sim in sims:
+            _check_alike(sims[0], sim)
+        if len({course.first for course in courses}) > 1:
+            raise Apart("the runs are not at the same round")
+        plans = Plans(tuple(course.coordinator.plan for course in courses), self.clients)
+        varied = {
+            name: [value for value in values for _ in range(self.clients)] for name, values in varying(sims).items()
+        }
+        data = Joined([sim.trainer.data for sim in sims])
+        task = dataclasses.replace(lead.bench.task, seed=_NoSeed())  # type: ignore[arg-type]
+        bench = Bench(sims[0].method, task, plans, data, varied)
+        self.trainer = lead.over(bench, together=lead.together * len(sims))
+        for course in courses:
+            course.choices, course.abreast = self.trainer.choices, len(courses)
+        self.stores = Stores([course.store for course in courses], self.clients)
+
+    def handle(self, orders: Sequence[Sequence[Order]]) -> list[list[Reply]]:
+        """Every run's replies to its orders, all of one kind and round."""
+        controllers = [course.controller for course in self.courses]
+        first = next((order for part in orders for order in part), None)
+        if first is None:  # all that were asked have dropped out
+            return [[] for _ in orders]
+        if first.kind == "train":
+            answers = [controller.refusals(part) for controller, part in zip(controllers, orders, strict=True)]
+            orders = [part for _, part in answers]
+            works = [Work(r * self.clients + o.client, o.down) for r, part in enumerate(orders) for o in part]
+            done = self._apart(orders, list(self.trainer.train(first.round, works, self.stores)) if works else [])
+            return [
+                refusals
+                + [controller.trained(order, _own(one, order.client)) for order, one in zip(part, found, strict=True)]
+                for controller, (refusals, part), found in zip(controllers, answers, done, strict=True)
+            ]
+        wanted = [controller.models(part) for controller, part in zip(controllers, orders, strict=True)]
+        hits: list[dict[str, list[int]]] = [{} for _ in orders]
+        for model in wanted[0]:
+            every = [(r * self.clients + k, params) for r, part in enumerate(wanted) for k, params in part[model]]
+            right = self._apart(orders, self.trainer.score(orders[0][0].part, every))
+            for mine, found in zip(hits, right, strict=True):
+                mine[model] = found
+        return [
+            list(controller.scored(part, mine))
+            for controller, part, mine in zip(controllers, orders, hits, strict=True)
+        ]
+
+    def _apart(self, orders: Sequence[Sequence[Order]], found: list[T]) -> list[list[T]]:
+        """A list over all runs' orders, run by run."""
+        places = np.cumsum([0, *map(len, orders)])
+        return [found[a:b] for a, b in itertools.pairwise(places)]
+
+
+class _NoSeed:
+    """Stands for the seed where several runs are one: each has its own, so none can be asked for."""
+
+    def __and__(self, other: object) -> int:
+        raise Apart("the method draws from the run's seed at its clients")
+
+    __index__ = __int__ = __add__ = __xor__ = __mul__ = __and__
+
+
+def _own(done: Done, client: int) -> Done:
+    return dataclasses.replace(done, client=client)
+
+
+def varying(sims: Sequence[Simulation]) -> dict[str, list[float]]:
+    """The fields in which the runs' methods, or their learning rates, differ: for each the values run by run."""
+    found: dict[str, list[float]] = {}
+    for name in settings.values_of(sims[0].method):
+        values = [getattr(sim.method, name) for sim in sims]
+        if any(value != values[0] for value in values):
+            if not all(type(value) is float for value in values):
+                raise Apart(f"{name} is no floating number")
+            found[name] = values
+    if len({_work(sim) for sim in sims}) > 1:
+        raise Apart("the optimiser of a phase differs")
+    rates = [sim.training.lr for sim in sims]
+    return {**found, "lr": rates} if len(set(rates)) > 1 else found
+
+
+def _work(sim: Simulation) -> tuple[object, ...]:
+    """What the engine reads of a method's phases itself, the same for the whole stack."""
+    task = dataclasses.replace(sim.trainer.bench.task, round=1)
+    return tuple((phase.lr, phase.momentum) for phase in sim.method.phases(task))
+
+
+def _check_alike(a: Simulation, b: Simulation) -> None:
+    """Refuse runs that differ in more than seeds, fields of the method and the learning rate."""
+    if type(a.method) is not type(b.method):
+        raise Apart("their methods differ")
+    for name, value in settings.values_of(a.training).items():
+        if name not in ("seed", "lr") and getattr(b.training, name) != value:
+            raise Apart(f"{name} differs")
+    if a.training.forgetting:
+        raise Apart("forgetting is watched run by run")
+    if SAMPLERS[a.training.sampler] is power_of_choice:
+        raise Apart("power-of-choice goes by losses, which a stack may round otherwise")
+    if b.trainer.name != "stacked" or (a.newcomers and a.training.seed != b.training.seed):
+        raise Apart("clients are not stacked" if b.trainer.name != "stacked" else "their newcomers differ")
+    shapes = [{n: (tuple(v.shape), v.dtype) for n, v in sim.initial.items()} for sim in (a, b)]
+    if shapes[0] != shapes[1] or len(a.trainer.bench.data.train.sizes) != len(b.trainer.bench.data.train.sizes):
+        raise Apart("their models or their numbers of clients differ")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plans:
+    """The plans of several runs; client r·K + k is client k of run r."""
+
+    plans: tuple[Plan, ...]
+    clients: int
+
+    @property
+    def batch_size(self) -> int:
+        """Samples a step, the same in all."""
+        return self.plans[0].batch_size
+
+    def steps(self, samples: int, epochs: int) -> int:
+        """SGD steps of so many samples."""
+        return self.plans[0].steps(samples, epochs)
+
+    def order(self, round: int, client: int, samples: int, epoch: int) -> NDArray[np.int64]:
+        """The order of a client's samples."""
+        run, k = divmod(client, self.clients)
+        return self.plans[run].order(round, k, samples, epoch)
+
+    def step_keys(self, round: int, client: int, steps: int) -> NDArray[np.int64]:
+        """The keys of a phase's steps."""
+        run, k = divmod(client, self.clients)
+        return self.plans[run].step_keys(round, k, steps)
+
+    def tables(
+        self, round: int, clients: Sequence[int], samples: Sequence[int], epochs: int, width: int, device: torch.device
+    ) -> plan.Tables:
+        """All batches of a phase of several clients."""
+        seeds = [self.plans[client // self.clients].seed for client in clients]
+        own = [client % self.clients for client in clients]
+        return plan.tables(seeds, self.batch_size, round, own, samples, epochs, width, device)
+
+
+class Joined:
+    """The data of several runs one after another; runs on the same data share it."""
+
+    def __init__(self, managers: Sequence[DataManager]) -> None:
+        self.train, self.test = (_joined([manager.part(name) for manager in managers]) for name in ("train", "test"))
+        validation = [manager.val for manager in managers if manager.val is not None]
+        if len(validation) not in (0, len(managers)):
+            raise Apart("not all of them have validation data")
+        self.val = _joined(validation) if validation else None
+
+    def part(self, name: str) -> Part:
+        """train, val or test."""
+        found = {"train": self.train, "val": self.val, "test": self.test}[name]
+        assert found is not None
+        return found
+
+
+def _joined(parts: Sequence[Part]) -> Part:
+    distinct: list[Part] = []
+    which = []  # of those that differ each part is
+    for part in parts:
+        same = [i for i, other in enumerate(distinct) if _same(part, other)]
+        which.append(same[0] if same else len(distinct))
+        distinct += [] if same else [part]
+    places = list(itertools.accumulate((len(part.y) for part in distinct), initial=0))
+    x = distinct[0].x
+    for part in distinct[1:]:
+        for name, mine in x.tensors().items():
+            other = part.x.tensors().get(name)
+            if name != "raw" and (other is None or not torch.equal(mine, other)):
+                raise Apart("their samples are normalised differently")
+        if part.x.raw.dtype != x.raw.dtype:
+            raise Apart("their samples are kept differently")
+    whole: Samples = x.over({**x.tensors(), "raw": torch.cat([part.x.raw for part in distinct])})
+    starts = tuple(places[i] + start for i, part in zip(which, parts, strict=True) for start in part.starts)
+    sizes = tuple(size for part in parts for size in part.sizes)
+    return Part(whole, torch.cat([part.y for part in distinct]), starts, sizes)
+
+
+def _same(a: Part, b: Part) -> bool:
+    return a.x.raw.dtype == b.x.raw.dtype and torch.equal(a.x.raw, b.x.raw) and torch.equal(a.y, b.y)
+
+
+class Stores:
+    """The model stores of several runs as the trainer asks for them."""
+
+    def __init__(self, stores: Sequence[ModelStore], clients: int) -> None:
+        self.stores, self.clients = stores, clients
+
+    def _runs(self, clients: Sequence[int]) -> Iterator[tuple[ModelStore, list[int], list[int]]]:
+        """For each run that is asked: its store, which places of the list are its, and its own numbers for them."""
+        for run, store in enumerate(self.stores):
+            places = [i for i, client in enumerate(clients) if client // self.clients == run]
+            if places:
+                yield store, places, [clients[i] % self.clients for i in places]
+
+    def get(self, client: int) -> Tree:
+        """A client's memory."""
+        return self.stores[client // self.clients].get(client % self.clients)
+
+    def put(self, client: int, memory: Tree) -> None:
+        """Keep a new memory."""
+        self.stores[client // self.clients].put(client % self.clients, memory)
+
+    def gather(self, clients: Sequence[int], per_sample: frozenset[str] = frozenset(), rows: int = 0) -> Tree:
+        """The clients' memories as one stacked tree."""
+        parts = [(places, store.gather(own, per_sample, rows)) for store, places, own in self._runs(clients)]
+        if len(parts) == 1:
+            return parts[0][1]
+        back = np.argsort(np.concatenate([places for places, _ in parts]))
+
+        def join(*leaf: torch.Tensor) -> torch.Tensor:
+            return torch.cat(leaf)[torch.from_numpy(back).to(leaf[0].device)]
+
+        return tree.map(join, *(part for _, part in parts))
+
+    def scatter(
+        self, clients: Sequence[int], memory: Tree, per_sample: frozenset[str] = frozenset(), sizes: Sequence[int] = ()
+    ) -> None:
+        """Keep the rows of a stacked tree."""
+        for store, places, own in self._runs(clients):
+            rows = torch.tensor(places)
+            mine = tree.map(lambda leaf, rows=rows: leaf[rows.to(leaf.device)], memory)
+            store.scatter(own, mine, per_sample, [sizes[i] for i in places] if len(sizes) else ())
+
+    def prefetch(self, clients: Sequence[int]) -> None:
+        """Begin to fetch."""
+        for store, _, own in self._runs(clients):
+            store.prefetch(own)

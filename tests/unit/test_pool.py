@@ -1,0 +1,383 @@
+"""Workers: the same bits for any number of them, nothing copied through a pipe, nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedstill as fs
+from fedstill import simulation
+from fedstill.edge import pool
+from fedstill.edge.arena import Arena
+from fedstill.edge.one import One
+from fedstill.edge.pool import Pool
+from fedstill.errors import InputError, TrainingError
+from fedstill.experiment import Training
+
+from ..problems import SETTINGS, identical, make, ragged, run, states
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked, on Linux alone")
+
+
+@pytest.fixture(autouse=True)
+def small_work_is_handed_out(monkeypatch) -> Iterator[None]:
+    """Workers for the smallest problems, too; and after each test none are left, nor any of their memory."""
+    monkeypatch.setattr(pool, "CALL", 0.0)
+    monkeypatch.setattr(pool, "START", 0.0)
+    yield
+    gc.collect()
+    assert not children()
+    assert not [link for link in open_files() if "memfd:fedstill" in link]
+
+
+def children() -> list[int]:
+    """Processes that this one has started and that are still there, zombies too."""
+    return [int(k) for k in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+def open_files() -> list[str]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:
+            continue
+    return found
+
+
+def prepared(method: fs.Method, model: str = "normed", **changes) -> simulation.Simulation:
+    return simulation.prepare(
+        method, make(model), ragged(), None, Training(**{**SETTINGS, "engine": "one", "workers": 2, **changes})
+    )
+
+
+METHODS = [
+    fs.FedAvg(),
+    fs.SCAFFOLD(),
+    fs.PFedSD(),
+    fs.PFedSD(teacher="predictions"),
+    fs.PFedSD(stateless=True),
+    fs.FedRep(head_epochs=2),
+    fs.CD2PFed(),
+]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: f"{m.id} {m.teacher if m.id == 'pfedsd' else ''}")
+@pytest.mark.parametrize("model", ["normed", "convolved"])
+def test_the_same_bits_for_any_number_of_workers(method: fs.Method, model: str) -> None:
+    alone, two, three = (run(method, model, workers=n, dtype="float32") for n in (1, 2, 3))
+    assert identical(states(alone), states(two))
+    assert identical(states(alone), states(three))
+    for other in (two, three):
+        for a, b in zip(alone.history, other.history, strict=True):
+            assert {k: v for k, v in a.items() if "seconds" not in k} == {k: b[k] for k in b if "seconds" not in k}
+
+
+def test_threads_of_the_parent_do_not_matter() -> None:
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads, workers in ((1, 1), (2, 1), (2, 2)):
+            torch.set_num_threads(threads)
+            data = ragged(((40, 4), (40, 4), (40, 4)), shape=(1, 28, 28))
+            model = fs.models.build("cnn-fmnist", (1, 28, 28), 3)
+            how = dict(rounds=1, epochs=1, batch_size=20, engine="one", device="cpu", workers=workers)
+            results.append(states(fs.simulate(fs.FedAvg(), model=model, data=data, **how)))
+    finally:
+        torch.set_num_threads(before)
+    assert identical(results[0], results[1])
+    assert identical(results[0], results[2])
+
+
+def test_a_parent_that_ran_many_threads_does_not_hang_its_workers() -> None:
+    script = """
+        import sys, torch
+        torch.set_num_threads(4)
+        (torch.rand(1500, 1500) @ torch.rand(1500, 1500)).sum()
+        torch.nn.functional.conv2d(torch.rand(8, 8, 64, 64), torch.rand(8, 8, 5, 5)).sum()
+        sys.path.insert(0, "TESTS")
+        from fedstill.edge import pool
+        pool.CALL = pool.START = 0.0
+        from tests.problems import *
+        results = [states(run(fs.PFedSD(), "convolved", workers=2)) for _ in range(2)]
+        (torch.rand(1500, 1500) @ torch.rand(1500, 1500)).sum()
+        assert identical(*results) and identical(results[0], states(run(fs.PFedSD(), "convolved", workers=1)))
+        print("well")
+    """
+    root = Path(__file__).parents[2]
+    code = textwrap.dedent(script).replace("TESTS", str(root))
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert done.stdout.strip() == "well", done.stderr
+
+
+def test_workers_last_from_round_to_round_and_messages_are_small() -> None:
+    ready = prepared(fs.PFedSD(), participation=1.0, rounds=4)
+    engine = ready.trainer.engine
+    assert isinstance(engine, Pool)
+    seen, carried = [], []
+    for _ in ready.start().rounds():
+        seen.append(tuple(engine.pids))
+        carried.append(engine.bytes)
+    assert len(seen[0]) == 2
+    assert len(set(seen)) == 1
+    assert set(seen[0]) == set(children())
+    leaves = len(make("normed").state_dict())
+    jobs = 5 + 5 + 5  # trained, scored with the personal and with the generic model
+    for before, after in itertools.pairwise(carried):
+        assert after - before < jobs * (leaves * 4 * 80 + 200)  # names and places, never numbers
+    ready.trainer.close()
+    assert not children()
+
+
+def test_messages_do_not_grow_with_the_model() -> None:
+    sizes = []
+    for width in (8, 800):
+        model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Tanh(), torch.nn.Linear(width, 3))
+        how = Training(**{**SETTINGS, "engine": "one", "workers": 2, "rounds": 2})
+        ready = simulation.prepare(fs.SCAFFOLD(), model, ragged(), "2", how)
+        for _ in ready.start().rounds():
+            pass
+        sizes.append(ready.trainer.engine.bytes)
+        ready.trainer.close()
+    assert sizes[1] < 1.2 * sizes[0]
+
+
+def test_what_all_clients_are_sent_is_written_once(monkeypatch) -> None:
+    written = []
+    put = Arena.put
+
+    def counted(self, leaf):
+        known = id(leaf) in self._places
+        place = put(self, leaf)
+        if not known:
+            written.append(leaf.numel())
+        return place
+
+    monkeypatch.setattr(Arena, "put", counted)
+    run(fs.FedAvg(), "normed", workers=2, rounds=1, participation=1.0, eval_every=1)
+    state = sum(v.numel() for v in make("normed").state_dict().values())
+    assert sum(written) == 2 * state  # down once, and the generic model that all are scored with once
+
+
+def test_results_share_no_memory_with_the_workers() -> None:
+    ready = prepared(fs.PFedSD(), participation=1.0, rounds=1)
+    result = ready.run()
+    before = states(result)
+    ready.run()
+    assert identical(before, states(result))
+
+
+def test_a_killed_worker_ends_the_run_with_one_line() -> None:
+    ready = prepared(fs.FedAvg(), participation=1.0, rounds=5)
+    engine = ready.trainer.engine
+
+    def kill(record) -> None:
+        if record["round"] == 2:
+            os.kill(engine.pids[0], signal.SIGKILL)
+
+    with pytest.raises(TrainingError, match=r"^a worker process at work on client \d was ended by signal 9; if memory"):
+        ready.run(progress=kill)
+    assert not children()
+    assert identical(states(ready.run()), states(prepared(fs.FedAvg(), participation=1.0, rounds=5).run()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failing(fs.FedAvg):
+    """Fails at the client with ten samples."""
+
+    def finish(self, task, down, memory, local):
+        if len(task.here().y) == 10:
+            raise ERROR
+        return super().finish(task, down, memory, local)
+
+
+ERROR: Exception
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InputError("lr", 3.5, "smaller"),
+        TrainingError("round 1: no good"),
+        ValueError("not that"),
+        OSError("of the disk"),
+        KeyError("name"),
+    ],
+    ids=lambda e: type(e).__name__,
+)
+def test_an_exception_in_a_worker_reaches_the_caller(error: Exception) -> None:
+    global ERROR
+    ERROR = error
+    expected = type(error) if isinstance(error, ValueError | TrainingError) else RuntimeError
+    ready = prepared(Failing(), participation=1.0)
+    with pytest.raises(expected) as caught:
+        ready.run()
+    assert str(error) in str(caught.value)
+    assert type(caught.value) is expected
+    assert "in a worker process" in caught.value.__notes__[0]
+    assert not children()
+
+
+def test_an_interrupt_leaves_no_process() -> None:
+    ready = prepared(fs.FedAvg(), participation=1.0)
+
+    def stop(record) -> None:
+        assert children()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ready.run(progress=stop)
+    assert not children()
+
+
+def test_results_that_nobody_waits_for_do_no_harm() -> None:
+    ready = prepared(fs.FedAvg(), participation=1.0)
+    trainer = ready.trainer
+    works = [fs.edge.trainer.Work(k, {"params": ready.initial}) for k in range(5)]
+    first = trainer.train(1, works)
+    next(first)
+    first.close()
+    again = [done.up for done in trainer.train(1, works)]
+    trainer.close()
+    alone = [done.up for done in prepared(fs.FedAvg(), participation=1.0, workers=1).trainer.train(1, works)]
+    assert all(
+        torch.equal(a["params"][n], b["params"][n]) for a, b in zip(again, alone, strict=True) for n in a["params"]
+    )
+
+
+def test_a_collected_trainer_takes_its_workers_with_it() -> None:
+    ready = prepared(fs.FedAvg(), participation=1.0)
+    course = ready.start()
+    next(course.rounds())
+    assert children()
+    del ready, course
+    gc.collect()
+    assert not children()
+
+
+def test_a_killed_parent_leaves_no_worker() -> None:
+    script = """
+        import os, signal, sys
+        sys.path.insert(0, "TESTS")
+        from fedstill.edge import pool
+        pool.CALL = pool.START = 0.0
+        from tests.problems import *
+        def stop(record):
+            print(*open(f"/proc/self/task/{os.getpid()}/children").read().split(), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        run(fs.FedAvg(), workers=2, progress=stop)
+    """
+    code = textwrap.dedent(script).replace("TESTS", str(Path(__file__).parents[2]))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    pids = [int(k) for k in done.stdout.split()]
+    assert len(pids) == 2
+    end = time.monotonic() + 20
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_resuming_with_another_number_of_workers(first: int, tmp_path: Path) -> None:
+    experiment = fs.Experiment(
+        method=fs.PFedSD(), rounds=4, epochs=1, clients=5, partition="iid", checkpoint_every=2, engine="one", model="mlp",
+        device="cpu", workers=first, participation=0.6,
+    )  # fmt: skip
+    whole = fs.run(experiment)
+
+    class Stop(Exception):
+        pass
+
+    def stop(record) -> None:
+        if record["round"] == 3:
+            raise Stop
+
+    with pytest.raises(Stop):
+        fs.run(experiment, out=tmp_path / "cut", progress=stop)
+    toml = tmp_path / "cut" / "experiment.toml"
+    assert f"workers = {first}" in toml.read_text()
+    toml.write_text(toml.read_text().replace(f"workers = {first}", f"workers = {3 - first}"))
+    assert identical(states(whole), states(fs.resume(tmp_path / "cut")))
+
+
+def test_small_work_stays_here(monkeypatch) -> None:
+    monkeypatch.setattr(pool, "CALL", 5.0)
+    ready = prepared(fs.FedAvg(), participation=1.0)
+    pids = []
+    ready.run(progress=lambda record: pids.extend(ready.trainer.engine.pids))
+    assert not pids
+
+
+def test_where_no_process_can_be_forked_all_is_done_here(monkeypatch) -> None:
+    def refuse() -> int:
+        raise BlockingIOError("no more processes")
+
+    expected = states(run(fs.FedAvg(), "normed", workers=2))
+    monkeypatch.setattr(os, "fork", refuse)
+    assert identical(expected, states(run(fs.FedAvg(), "normed", workers=2)))
+
+
+def test_how_many_workers(monkeypatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    assert pool.share(0, 20, cpu) == (16, True)
+    assert pool.share(0, 5, cpu) == (5, True)
+    assert pool.share(3, 20, cpu) == (3, True)
+    assert pool.share(1, 20, cpu) == (1, True)  # one thread, as each of several would have
+    assert pool.share(0, 1, cpu) == (1, False)
+    assert pool.share(4, 2, cpu) == (1, False)  # two clients and sixteen cores: all threads on each in turn
+    assert pool.share(0, 20, torch.device("cuda")) == (1, False)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert pool.share(0, 20, cpu) == (1, False)
+
+
+def test_the_setting_is_refused_and_recorded() -> None:
+    with pytest.raises(InputError, match="workers = -1"):
+        Training(workers=-1)
+    assert isinstance(prepared(fs.FedAvg(), workers=1).trainer.engine, One)
+    assert "workers = 3" in replace(fs.Experiment(), workers=3).to_toml()
+
+
+def test_an_arena_keeps_strides_and_grows() -> None:
+    arena = Arena()
+    leaves = [
+        torch.rand(3, 5).t(),
+        torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.tensor(7),
+        torch.empty(0, 3),
+        torch.rand(1).expand(4),
+        torch.rand(300_000, dtype=torch.float64),
+        torch.tensor([True, False]),
+    ]
+    places = [arena.put(leaf) for leaf in leaves]
+    for leaf, place in zip(leaves, places, strict=True):
+        found = arena.get(place)
+        assert torch.equal(found, leaf)
+        assert found.dtype == leaf.dtype
+        assert found.data_ptr() % 64 == 0
+        if leaf.is_contiguous() or leaf.ndim in (2, 4):
+            assert found.stride() == leaf.stride()
+    assert arena.put(leaves[0]) is places[0]
+    arena.close()

@@ -1,0 +1,355 @@
+"""A phase as a program: traced, replayed on fixed memory in a few sizes; against the plain way and one client at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+import fedstill as fs
+from fedstill import convolution, simulation, tree
+from fedstill.batch import Batch
+from fedstill.edge import program, stacked
+from fedstill.edge.stacked import Stacked, TooMany
+from fedstill.edge.trainer import Work
+from fedstill.experiment import Training
+from fedstill.journal import Journal
+from fedstill.task import Task
+from fedstill.tree import Params, Tree
+
+from ..problems import SETTINGS, distance, identical, make, ragged, run, states
+
+WIDE = ((25, 5), (1, 3), (2, 2), (9, 4), (13, 1), (3, 2), (17, 3))  # 14, 2, 2, 6, 8, 2 and 10 steps in two epochs
+
+
+# ---- sizes ----------------------------------------------------------------------------------------------------------------
+def test_the_sizes_that_a_stack_runs_in() -> None:
+    assert program.levels(1) == [1]
+    assert program.levels(2) == [2, 1]
+    assert program.levels(10) == [10, 5, 3, 2]
+    assert program.levels(100) == [100, 50, 25, 13]
+    assert [program.fitting([10, 5, 3, 2], active) for active in (10, 6, 5, 4, 3, 2, 1)] == [10, 10, 5, 5, 3, 2, 2]
+
+
+@given(st.integers(1, 300))
+def test_few_sizes_and_each_holds_what_it_is_for(most: int) -> None:
+    sizes = program.levels(most)
+    assert sizes[0] == most
+    assert len(sizes) <= 4
+    for active in range(1, most + 1):
+        held = program.fitting(sizes, active)
+        assert held in sizes
+        assert held >= active
+        assert not any(active <= size < held for size in sizes)
+
+
+@given(st.lists(st.integers(1, 12), max_size=8))
+def test_how_many_are_at_work(lengths: list[int]) -> None:
+    lengths = sorted(lengths, reverse=True)
+    active = list(program.each_step(lengths))
+    assert len(active) == max(lengths, default=0)
+    assert sum(active) == sum(lengths)
+    for client, length in enumerate(lengths):
+        assert sum(client < a for a in active) == length
+
+
+# ---- the same numbers as step by step -------------------------------------------------------------------------------------
+def arenas(run: fs.Run) -> list[stacked._Arena | None]:
+    return list(run.trainer.engine._arenas.values())
+
+
+@pytest.mark.parametrize("model", ["normed", "convolved"])
+def test_clients_leave_the_stack(model: str, traced, capsys) -> None:
+    data = ragged(WIDE)
+    method, how = fs.PFedSD(lam=0.7, tau=2.0), {"participation": 1.0, "rounds": 2}
+    program = run(method, model, data, engine="stacked", **how)
+    (arena,) = arenas(program)
+    assert sorted(arena.programs) == [1, 2, 4, 7]
+    assert arena.rows == 7
+    assert capsys.readouterr().err == ""
+    assert distance(states(run(method, model, data, engine="one", **how)), states(program)) < 1e-10
+    assert identical(states(run(method, model, data, engine="stacked", **how)), states(program))  # same seed, same bits
+
+
+def test_a_program_equals_the_plain_way_without_momentum_and_with_nesterov(monkeypatch) -> None:
+    for how in ({"momentum": 0.0, "weight_decay": 0.0}, {"nesterov": True}, {"batch_size": 13}):
+        plain = run(fs.FedAvg(), "plain", engine="stacked", **how)
+        with monkeypatch.context() as patch:
+            patch.setattr(stacked, "way_of", lambda *given: "traced")
+            assert distance(states(plain), states(run(fs.FedAvg(), "plain", engine="stacked", **how))) < 1e-12
+
+
+def trainer_of(method: fs.Method, model: str = "normed", **changes):
+    """A trainer, and a cohort's work of the first round."""
+    how = Training(**{**SETTINGS, "engine": "stacked", **changes})
+    sim = simulation.prepare(method, make(model), ragged(WIDE), None, how)
+    task = sim.trainer.bench.task
+    server = method.init_server(task, sim.initial)
+
+    def works(clients: list[int]) -> list[Work]:
+        memory = method.init_client(task, sim.initial)
+        return [Work(k, method.send(task, server, k), tree.clone(memory)) for k in clients]
+
+    return sim.trainer, works
+
+
+def test_cohorts_of_other_sizes_later(traced) -> None:
+    """A larger cohort gets new memory; a smaller one leaves rows without a client, whatever an earlier one left there."""
+    trainer, works = trainer_of(fs.SCAFFOLD())
+    oracle, _ = trainer_of(fs.SCAFFOLD(), engine="one")
+    rows = []
+    for round, clients in enumerate(([3, 1], [0, 2, 4, 5, 6], [6, 0, 1], [5]), start=1):
+        found, right = (list(t.train(round, works(clients))) for t in (trainer, oracle))
+        (arena,) = trainer.engine._arenas.values()
+        rows.append(arena.rows)
+        for a, b in zip(found, right, strict=True):
+            assert (a.client, a.steps, a.samples, a.finite) == (b.client, b.steps, b.samples, b.finite)
+            assert a.loss == pytest.approx(b.loss, abs=1e-10)
+            for mine, other in ((a.up, b.up), (a.memory, b.memory)):
+                for (name, x), (_, y) in zip(tree.leaves(mine), tree.leaves(other), strict=True):
+                    assert torch.allclose(x, y, atol=1e-10), name
+    assert rows == [2, 5, 5, 5]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighed(fs.FedAvg):
+    """A loss that grows with the round."""
+
+    def loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
+        return task.round * self.fit(task, params, batch)
+
+
+def test_a_loss_that_asks_for_the_round_goes_step_by_step(traced, capsys) -> None:
+    found = run(Weighed(), "normed", engine="stacked")
+    assert arenas(found) == [None]
+    assert capsys.readouterr().err == ""  # by design, so nothing to say
+    assert distance(states(run(Weighed(), "normed")), states(found)) < 1e-10
+    assert distance(states(run(fs.FedAvg(), "normed")), states(found)) > 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Untraceable(fs.FedAvg):
+    """A loss that does not let itself be traced."""
+
+    def loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
+        if get_proxy_mode() is not None:
+            raise NotImplementedError("no tracing here\nand this is not shown")
+        return self.fit(task, params, batch)
+
+
+def test_a_step_that_cannot_be_traced_says_so_once(traced, capsys) -> None:
+    found = run(Untraceable(), "normed", engine="stacked")
+    assert arenas(found) == [None]
+    err = capsys.readouterr().err
+    assert err.startswith("fedstill: phase 1 runs step by step, its step could not be traced: no tracing here\n")
+    assert err.count("\n") == 1
+    assert distance(states(run(Untraceable(), "normed")), states(found)) < 1e-10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steep(fs.FedAvg):
+    """A client with one sample has an infinite slope as soon as it has taken its one step: nobody may look there."""
+
+    def fit(self, task: Task, params: Params, batch: Batch) -> Tensor:
+        moved = (params["fc2.bias"].detach() - task.net.module.fc2.bias.detach()).abs().sum()
+        endless = (task.here().samples == 1) & (moved > 0)
+        return super().fit(task, params, batch) * torch.where(endless, torch.inf, 1.0)
+
+
+def test_a_client_that_has_finished_stays_where_it_is(traced) -> None:
+    """Rows that run along must not make a weight of 0·∞."""
+    how = {"participation": 1.0, "rounds": 1, "epochs": 1}
+    one, found = run(Steep(), "plain", **how), run(Steep(), "plain", engine="stacked", **how)
+    assert arenas(found) != [None]
+    assert all(torch.isfinite(v).all() for v in one.generic().values())
+    assert distance(states(one), states(found)) < 1e-10
+
+
+class Constant(nn.Module):
+    """Adds a tensor that is no part of its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+        self.register_buffer("shift", torch.tensor([1.0, -2.0, 0.5, 3.0]), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(torch.tanh(x + self.shift))
+
+
+def test_a_model_with_constants_outside_of_its_state(traced, capsys) -> None:
+    model = Constant().double()
+    one, found = (
+        fs.simulate(fs.FedAvg(), model=model, data=ragged(), **SETTINGS, engine=name) for name in ("one", "stacked")
+    )
+    assert arenas(found)[0] is not None
+    assert capsys.readouterr().err == ""
+    assert distance(states(one), states(found)) < 1e-10
+
+
+# ---- compiling --------------------------------------------------------------------------------------------------------------
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for a CPU needs g++")
+def test_a_compiled_step(capsys) -> None:
+    """The one test of inductor's code, which takes it about ten seconds: one phase of one size."""
+    data, how = ragged(((8, 2), (8, 3), (8, 1))), {"participation": 1.0, "rounds": 2}
+    found = run(fs.FedProx(mu=0.3), "plain", data, engine="stacked", compile="on", **how)
+    assert found.trainer.engine.way == "compiled"
+    assert capsys.readouterr().err == ""
+    assert distance(states(run(fs.FedProx(mu=0.3), "plain", data, **how)), states(found)) < 1e-10
+
+
+def test_a_step_that_cannot_be_compiled_is_replayed_as_traced(monkeypatch, capsys) -> None:
+    build = program.build
+
+    def refuse(*given):
+        if given[5] == "compiled":
+            raise RuntimeError("no compiler\nat all")
+        return build(*given)
+
+    monkeypatch.setattr(program, "build", refuse)
+    found = run(fs.FedAvg(), "plain", engine="stacked", compile="on")
+    assert found.trainer.engine.way == "traced"
+    assert capsys.readouterr().err == "fedstill: the step runs without being compiled: no compiler\n"
+    assert arenas(found)[0] is not None
+    assert distance(states(run(fs.FedAvg(), "plain")), states(found)) < 1e-10
+
+
+def test_which_way_a_run_goes() -> None:
+    def way(**changes) -> str:
+        return trainer_of(fs.FedAvg(), "plain", **changes)[0].engine.way
+
+    assert way() == way(compile="off") == way(compile="on", fast=False) == "plain"
+    assert way(compile="on") == "compiled"
+    bench = trainer_of(fs.FedAvg(), "plain")[0].bench  # 14 steps a round of the longest client, three rounds
+    far = dataclasses.replace(bench.task, net=_On("cuda"), rounds=3)
+    for compile, rounds, right in (("auto", 3, "traced"), ("auto", 143, "compiled"), ("off", 143, "traced")):
+        task = dataclasses.replace(far, rounds=rounds)
+        assert stacked.way_of(dataclasses.replace(bench, task=task), compile, True) == right
+    assert stacked.way_of(dataclasses.replace(bench, task=far), "on", True) == "compiled"
+    assert stacked.way_of(dataclasses.replace(bench, task=far), "on", False) == "plain"
+
+
+@dataclass(frozen=True)
+class _On:
+    """A net as far as the choice of the way looks at it."""
+
+    name: str
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.name)
+
+
+# ---- what fits into memory ----------------------------------------------------------------------------------------------
+@pytest.fixture
+def cramped(monkeypatch) -> list[int]:
+    """Memory for two clients at a time; gives how many were trained at once."""
+    sizes, train = [], Stacked.train
+
+    def limited(self, bench, round, works, store=None):
+        if len(works) > 2:
+            raise TooMany(2)
+        sizes.append(len(works))
+        yield from train(self, bench, round, works, store)
+
+    monkeypatch.setattr(Stacked, "train", limited)
+    return sizes
+
+
+def test_too_many_clients_are_trained_in_smaller_groups(cramped) -> None:
+    method, how = fs.PFedSD(teacher="predictions"), {"participation": 1.0}
+    found = run(method, "normed", engine="stacked", **how)
+    assert cramped == [2, 2, 1] * 3
+    assert found.trainer.choices.cohort == 2
+    assert distance(states(run(method, "normed", **how)), states(found)) < 1e-10
+
+
+def stop_after(round: int):
+    def progress(record: dict) -> None:
+        if record["round"] == round:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def test_what_was_found_is_kept_and_used_again(cramped, traced, monkeypatch, tmp_path) -> None:
+    """choices.json: how many clients fit, and which convolution was fastest, are not looked for again."""
+
+    def prepared() -> simulation.Simulation:
+        how = Training(**{**SETTINGS, "engine": "stacked", "participation": 1.0})
+        return simulation.prepare(fs.FedAvg(), make("convolved"), ragged(), None, how)
+
+    whole = prepared().run()
+    journal = Journal(tmp_path / "run")
+    journal.begin("", {}, torch.device("cpu"))
+    first = prepared()
+    with pytest.raises(KeyboardInterrupt):
+        first.run(journal=journal, checkpoint_every=1, progress=stop_after(1))
+    file = tmp_path / "run" / "choices.json"
+    assert json.loads(file.read_text()) == {"cohort": 2}
+    assert {what.split()[0] for what in first.trainer.choices.seen} == {"forward", "weight_grad"}
+    kept = {key: "product" for key in first.trainer.choices.seen}
+    file.write_text(json.dumps({"convolutions": kept, "cohort": 2}))
+
+    cramped.clear()
+    used, product = [], convolution.product
+    monkeypatch.setattr(convolution, "product", lambda what, *given: used.append(what) or product(what, *given))
+    monkeypatch.setattr(convolution, "grouped", None)  # not to be called
+    second = prepared()
+    done = second.run(journal=journal, go_on=True)
+    assert cramped == [2, 2, 1] * 2  # nothing was tried that does not fit
+    assert set(used) == {"forward", "weight_grad"}
+    assert second.trainer.choices.kept == kept
+    assert json.loads(file.read_text()) == {"convolutions": kept, "cohort": 2}
+    assert [record["round"] for record in done.history] == [1, 2, 3]
+    assert distance(states(whole), states(done)) < 1e-12
+
+
+# ---- bfloat16 ---------------------------------------------------------------------------------------------------------------
+def test_bfloat16_products_keep_weights_and_statistics_in_float32(traced) -> None:
+    method, how = fs.PFedSD(lam=0.7, tau=2.0), {"dtype": "float32", "precision": "bf16", "rounds": 2}
+    exact = run(method, "convolved", dtype="float32", rounds=2)
+    low, stack = run(method, "convolved", **how), run(method, "convolved", engine="stacked", **how)
+    for found in (low, stack):
+        for state in states(found).values():
+            assert all(v.dtype == torch.float32 for v in state.values() if v.is_floating_point())
+        assert 1e-6 < distance(states(exact), states(found)) < 2e-2  # 8 bits of precision, and not the same numbers
+    assert distance(states(low), states(stack)) < 1e-2
+    assert arenas(stack)[0] is not None
+
+
+def test_bfloat16_reaches_the_products_alone() -> None:
+    """Activations between layers are bfloat16; BatchNorm computes, and the logits come, in float32."""
+    seen = {}
+
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.bn, self.fc = nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2), nn.Linear(2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.conv(x.reshape(-1, 1, 2, 2))
+            normed = self.bn(hidden)
+            seen.update(hidden=hidden, normed=normed)
+            return self.fc(normed.flatten(1))
+
+    run_ = fs.simulate(
+        fs.FedAvg(), model=Watched(), data=ragged(), rounds=1, epochs=1, engine="one", precision="bf16", device="cpu",
+        fast=False, workers=1,
+    )  # fmt: skip
+    net, x = run_.task.net, torch.linspace(-1, 1, 8).reshape(2, 4)
+    params = net.initial()
+    logits = net(params, x, train=True, key=torch.tensor(0))
+    assert seen["hidden"].dtype == seen["normed"].dtype == torch.bfloat16
+    assert logits.dtype == torch.float32
+    hidden = seen["hidden"].float()
+    assert torch.allclose(params["bn.running_mean"], 0.1 * hidden.mean((0, 2, 3)), atol=1e-7)
+    assert torch.allclose(params["bn.running_var"], 0.9 + 0.1 * hidden.var((0, 2, 3)), atol=1e-7)
