@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fedstill import simulation
+from fedstill.edge import stacked
 from fedstill.transport.local import LocalTransport
 
 torch.set_num_threads(1)
@@ -26,3 +27,9 @@ def spied(monkeypatch):
 
     monkeypatch.setattr(simulation, "LocalTransport", Spy)
     return seen
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Stacked phases run as traced programs, with the convolutions of `convolution.py`: what a GPU does, less its graphs."""
+    monkeypatch.setattr(stacked, "way_of", lambda bench, compile, fast: "traced")

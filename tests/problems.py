@@ -119,19 +119,28 @@ A, B = (0.2, 1.0, 4.0), (-3.0, 4.0, 0.5)
 COUNTS = (2, 5, 3)  # samples of each client, all alike: only the weights of the mean see them
 
 
+class Offset(nn.Module):
+    """Adds one parameter to everything."""
+
+    def __init__(self, w: float) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([w], dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.w
+
+
 class Point(nn.Module):
-    """One parameter in the body and one in the head; their sum is w."""
+    """One parameter in the body and one in the head; their sum is w, and both logits."""
 
     head_modules = "head"
 
     def __init__(self, w: float = 4.0) -> None:
         super().__init__()
-        self.body, self.head = nn.Module(), nn.Module()
-        self.body.w = nn.Parameter(torch.tensor([w], dtype=torch.float64))
-        self.head.w = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.body, self.head = Offset(w), Offset(0.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x[:, :2] * 0 + self.body.w + self.head.w
+        return self.head(self.body(x[:, :2] * 0))
 
 
 class QuadraticFit:

@@ -19,14 +19,31 @@ from .data import Federation
 from .errors import InputError, TrainingError
 from .evaluate import Evaluation
 from .experiment import Experiment, Training
+from .fleet import run_together
 from .method import Method, Phase
+from .methods.apfl import APFL
 from .methods.cd2_pfed import CD2PFed
+from .methods.ditto import Ditto
 from .methods.fedavg import FedAvg
+from .methods.fedavgm import FedAvgM
+from .methods.fedbabu import FedBABU
+from .methods.fedbn import FedBN
 from .methods.fedbsd import FedBSD
+from .methods.feddyn import FedDyn
+from .methods.fedfomo import FedFomo
+from .methods.fedgen import FedGen
+from .methods.fedgkd import FedGKD
+from .methods.fedpac import FedPAC
+from .methods.fedper import FedPer
 from .methods.fedprox import FedProx
 from .methods.fedrep import FedRep
+from .methods.fedrod import FedRoD
+from .methods.l2gd import L2GD
+from .methods.lg_fedavg import LGFedAvg
 from .methods.local import Local
+from .methods.per_fedavg import PerFedAvg
 from .methods.pfedkd_wcl import PFedKDWCL
+from .methods.pfedme import PFedMe
 from .methods.pfedsd import PFedSD
 from .methods.scaffold import SCAFFOLD
 from .methods.spectral import SpectralCoDistillation
@@ -37,22 +54,38 @@ from .task import Task
 METHODS = _methods.METHODS
 
 __all__ = [
+    "APFL",
+    "L2GD",
     "METHODS",
     "SCAFFOLD",
     "Batch",
     "CD2PFed",
+    "Ditto",
     "Evaluation",
     "Experiment",
     "FedAvg",
+    "FedAvgM",
+    "FedBABU",
+    "FedBN",
     "FedBSD",
+    "FedDyn",
+    "FedFomo",
+    "FedGKD",
+    "FedGen",
+    "FedPAC",
+    "FedPer",
     "FedProx",
     "FedRep",
+    "FedRoD",
     "Federation",
     "InputError",
+    "LGFedAvg",
     "Local",
     "Method",
     "PFedKDWCL",
+    "PFedMe",
     "PFedSD",
+    "PerFedAvg",
     "Phase",
     "Run",
     "SpectralCoDistillation",
@@ -61,6 +94,7 @@ __all__ = [
     "TrainingError",
     "resume",
     "run",
+    "run_together",
     "setting",
     "simulate",
     "terms",

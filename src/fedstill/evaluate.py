@@ -96,6 +96,8 @@ class Evaluation:
     def of(self, history: Sequence[dict[str, Any]]) -> float:
         """The number, from a run's history."""
         scored = [record for record in history if f"{self.model}_clients" in record]
+        if self.clients == "participants":
+            scored = [record for record in scored if record["participants"]]  # a round may have had none
         if not scored:
             raise InputError("model", self.model, "a model that this run scored")
         if self.clients == "common" and "generic_common" not in scored[0]:

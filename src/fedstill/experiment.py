@@ -9,10 +9,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from . import methods, settings
+from . import clock, methods, settings
 from .errors import InputError, Shown, nearest
 from .method import Method
+from .server.sampler import SAMPLERS
 from .settings import setting
+
+TIMED = ("availability", "drop", "min_battery", "max_load", "min_memory", "deadline", "over_select", "late")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +39,75 @@ class Training:
         most=2**63 - 1,
         group="federation",
     )
+    server: Literal["mean", "momentum", "adam", "yogi"] = setting(
+        "mean", "what the server makes of the clients' mean: the mean itself, or a step towards it", group="server"
+    )
+    server_lr: float = setting(
+        0.0, "η of the server's step; 0: 1 for momentum, 0.01 for adam and yogi", least=0, group="server"
+    )
+    server_momentum: float = setting(0.9, "β₁ of the server's step", least=0, most=1, group="server")
+    server_beta2: float = setting(0.99, "β₂ of adam's and yogi's step", least=0, most=1, group="server")
+    server_tau: float = setting(1e-3, "τ of adam's and yogi's step", above=0, group="server")
     dtype: Literal["float32", "float64"] = setting("float32", "precision", group="machine")
     device: str = setting("auto", "cpu, cuda, cuda:1, …; auto takes a GPU where there is one", group="machine")
     engine: Literal["auto", "one", "stacked"] = setting(
         "auto", "train clients one by one, or stacked in one step; auto picks by device and model", group="machine"
     )
-    cohort: int = setting(0, "clients stacked at once; 0: all of a round's", least=0, group="machine")
+    cohort: int = setting(0, "clients stacked at once; 0: all of a round's that fit", least=0, group="machine")
+    workers: int = setting(
+        0,
+        "processes that train clients one by one on a CPU; 0: one a core, at most a round's clients",
+        least=0,
+        group="machine",
+    )
+    fast: bool = setting(True, "use the fused and compiled fast paths (same numbers to rounding)", group="machine")
+    bank: float = setting(
+        0.0, "GiB of the GPU that clients' memories may take; the rest lies on the host, then on disk; 0: a quarter", least=0,
+        group="machine",
+    )  # fmt: skip
+    compile: Literal["auto", "on", "off"] = setting(
+        "auto", "compile the stacked step; auto: on a GPU, for runs of 2,000 steps or more", group="machine"
+    )
+    precision: Literal["tf32", "bf16", "full"] = setting(
+        "tf32", "products of float32 numbers: TF32 where the GPU has it, bfloat16, or in full", group="machine"
+    )
     eval_every: int = setting(
         1, "score all clients every so many rounds, and after the last", least=1, group="federation"
+    )
+    sampler: str = setting(
+        "uniform", "who is asked: uniform, size, available, power-of-choice, round-robin", group="federation"
+    )
+    candidates: int = setting(
+        0, "power-of-choice: clients drawn, of whom those with the highest loss are asked; 0: twice as many", least=0,
+        group="federation",
+    )  # fmt: skip
+    profile: str = setting(
+        "",
+        "simulate time on these devices: uniform, lognormal:σ, file:devices.csv; empty: no simulated time",
+        group="time",
+    )
+    availability: float = setting(
+        1.0, "share of the rounds in which a client can be asked", above=0, most=1, group="time"
+    )
+    drop: float = setting(0.0, "chance that a client drops out of a round", least=0, most=1, group="time")
+    min_battery: float = setting(0.0, "a client refuses work below this charge", least=0, most=1, group="time")
+    max_load: float = setting(1.0, "a client refuses work above this load", least=0, most=1, group="time")
+    min_memory: float = setting(
+        0.0, "a client refuses work below this share of free memory", least=0, most=1, group="time"
+    )
+    deadline: float = setting(
+        0.0, "simulated seconds after which a round ends; 0: when all that answer have done so", least=0, group="time"
+    )
+    over_select: float = setting(
+        1.0,
+        "ask so many times the clients that are wanted, and take the first that answer",
+        least=1,
+        most=100,
+        group="time",
+    )
+    minimum: int = setting(1, "replies below which a round is abandoned, the model unchanged", least=1, group="time")
+    late: Literal["drop", "fold"] = setting(
+        "drop", "replies that come too late: dropped, or merged in the round in which they arrive", group="time"
     )
     new: bool = setting(False, "score all clients' models together, owner of a sample unknown (New)", group="scores")
     averaged: bool = setting(
@@ -61,6 +125,17 @@ class Training:
         settings.check(self)
         if self.nesterov and not self.momentum:
             raise InputError("nesterov", True, "false, or a momentum above 0")
+        if self.sampler not in SAMPLERS:
+            raise InputError("sampler", self.sampler, nearest(self.sampler, SAMPLERS))
+        if self.profile:
+            clock.parse(self.profile)
+            return
+        for name in TIMED:
+            default = next(f.default for f in settings.fields_of(Training) if f.name == name)
+            if getattr(self, name) != default:
+                raise InputError(name, getattr(self, name), f"{default!r} without a profile of devices, as uniform")
+        if self.sampler == "available":
+            raise InputError("sampler", self.sampler, "another without a profile of devices, as uniform")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from . import settings
 from .errors import InputError, Shown, nearest
 from .method import Method
 
-ORDER = ("data", "model", "federation", "local training", "machine")  # of the groups in the help
+ORDER = ("data", "model", "federation", "local training", "server", "time", "machine")  # of the groups in the help
 SYNONYMS = {  # what people write who come from elsewhere
     "alpha": "partition",
     "dataset": "data",
@@ -86,32 +86,44 @@ class Parser(argparse.ArgumentParser):
 
 
 def add(parser: Parser, cls: type, only: Iterable[str] | None = None) -> None:
-    """A settings class's flags in their groups; with `only` these fields alone."""
+    """A settings class's flags in their groups; with `only` these fields alone. A flag that is there already stays."""
     names = None if only is None else set(only)
-    fields = [f for f in settings.fields_of(cls) if names is None or f.name in names]
+    there = {action.dest for action in parser._actions}
+    fields = [f for f in settings.fields_of(cls) if (names is None or f.name in names) and f.name not in there]
     found = {f.metadata["group"]: None for f in fields}
     rank = {group: i for i, group in enumerate(ORDER)}
     for group in sorted(found, key=lambda g: rank.get(g, len(ORDER))):
-        place = parser.add_argument_group(group)
+        place = _group(parser, group)
         for field in (f for f in fields if f.metadata["group"] == group):
             annotation = settings.types_of(cls)[field.name]
             _add(parser, place, field.name, annotation, describe(field))
             parser.rights[field.name] = _right(field, annotation)
 
 
-def add_methods(parser: Parser, methods: Mapping[str, type[Method]]) -> None:
-    """The methods' own flags: a group for each method, and one for the flags that several of them have."""
+def add_methods(parser: Parser, methods: Mapping[str, type[Method]], beside: type) -> None:
+    """The methods' own flags: a group for each method, and one for the flags that several of them have.
+
+    Where `beside`, the class of the experiment, has a field by the same name, the flag is the method's for methods that have
+    it and the experiment's for the others (`plan` gives it to each); its help says both.
+    """
     owners: dict[str, list[type[Method]]] = {}
     for cls in methods.values():
         for field in settings.fields_of(cls):
             owners.setdefault(field.name, []).append(cls)
+    both = {f.name: f for f in settings.fields_of(beside) if 0 < len(owners.get(f.name, ())) < len(methods)}
+    for name, field in both.items():
+        theirs = [f"{cls.id}'s own: {_told(cls, name)}" for cls in owners.pop(name)]
+        annotation = settings.types_of(beside)[name]
+        place = _group(parser, field.metadata["group"])
+        _add(parser, place, name, annotation, "; ".join([describe(field), *theirs]))
+        parser.rights[name] = _right(field, annotation)
     shared = {name: having for name, having in owners.items() if len(having) > 1}
     if shared:
         place = parser.add_argument_group("flags of several methods")
         for name, having in shared.items():
             _add_shared(parser, place, name, having)
     for cls in methods.values():
-        own = [f for f in settings.fields_of(cls) if f.name not in shared]
+        own = [f for f in settings.fields_of(cls) if f.name not in shared and f.name not in both]
         if own:
             place = parser.add_argument_group(f"{cls.id} ({cls.paper})" if cls.paper else cls.id)
         for field in own:
@@ -186,6 +198,18 @@ def _by_owner(texts: Mapping[str, str]) -> str:
     for owner, text in texts.items():
         together.setdefault(text or "no limits", []).append(owner)
     return "; ".join(f"{', '.join(owners)}: {text}" for text, owners in together.items())
+
+
+def _group(parser: Parser, title: str) -> argparse._ArgumentGroup:
+    """The group of flags by this title, made where it is not there yet."""
+    found = [group for group in parser._action_groups if group.title == title]
+    return found[0] if found else parser.add_argument_group(title)
+
+
+def _told(cls: type[Method], name: str) -> str:
+    """What a method's field takes, in words, with its help."""
+    field = next(f for f in settings.fields_of(cls) if f.name == name)
+    return describe(field, settings.types_of(cls)[name])
 
 
 def describe(field: dataclasses.Field[Any], annotation: Any = None) -> str:

@@ -25,7 +25,7 @@ from .edge.stacked import say
 from .edge.trainer import Bench, Done, Work
 from .experiment import Experiment
 from .plan import Plan
-from .server.sampler import SAMPLERS, power_of_choice
+from .server.sampler import BY_PLAN
 from .simulation import Course, Progress, Run, Simulation, begin
 from .transport import Order, Reply
 from .tree import Tree
@@ -195,8 +195,8 @@ def _check_alike(a: Simulation, b: Simulation) -> None:
             raise Apart(f"{name} differs")
     if a.training.forgetting:
         raise Apart("forgetting is watched run by run")
-    if SAMPLERS[a.training.sampler] is power_of_choice:
-        raise Apart("power-of-choice goes by losses, which a stack may round otherwise")
+    if a.training.sampler not in BY_PLAN:
+        raise Apart(f"the sampler {a.training.sampler} goes by losses, which a stack may round otherwise")
     if b.trainer.name != "stacked" or (a.newcomers and a.training.seed != b.training.seed):
         raise Apart("clients are not stacked" if b.trainer.name != "stacked" else "their newcomers differ")
     shapes = [{n: (tuple(v.shape), v.dtype) for n, v in sim.initial.items()} for sim in (a, b)]

@@ -1,10 +1,13 @@
 """A plain `nn.Module` as a pure function of its parameters, the same for one client and for a stack of them.
 
-The module is never changed: a private copy serves as a skeleton into which each call puts the tensors it was given. Two
+The module is never changed: a private copy serves as a skeleton into which each call puts the tensors it was given. Some
 things are taken out of the module's hands, by a function mode that is active only where the model needs it:
 
 - dropout draws its mask from (seed, round, client, step, layer), not from a global generator;
-- BatchNorm leaves padding out of its statistics (and survives a batch of one sample: its variance is then 0).
+- BatchNorm leaves padding out of its statistics (and survives a batch of one sample: its variance is then 0);
+- in a stack, convolutions with a weight for each client are done in the way that was measured to be fastest;
+- with `bf16`, convolutions and linear layers multiply bfloat16 numbers and activations stay in bfloat16; weights, their updates,
+  BatchNorm's statistics and the logits keep their precision.
 
 Running statistics are updated in place on the tensors that were passed in; callers pass copies.
 """
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .channels import Channels, follow
+from .convolution import Lowering, Shape, conv2d, max_pool
 from .errors import InputError, Shown
 from .plan import uniform_bits
 from .tree import Params
@@ -66,11 +70,14 @@ class Net:
         self.has_batchnorm = bool(norms)
         self.cumulative = any(m.momentum is None and m.track_running_stats for m in norms)
         self.has_dropout, self.outputs = True, 0  # until `probe` has looked
-        self.device = device
+        self.device, self.dtype = device, dtype
         self._channels: Channels | None = None
         self.size = sum(p.numel() for p in self.module.parameters())
         self.has_convolution = any(isinstance(m, nn.Conv2d | nn.ConvTranspose2d) for m in self.module.modules())
         self.channels_last = False  # set where it pays: a CPU that takes clients one by one
+        self.lowering: Lowering | None = None  # set by the engine that stacks clients
+        self.bf16 = False
+        self._direct: dict[tuple[str, ...], bool] = {}
 
     def initial(self) -> Params:
         """A copy of the weights that the module came with."""
@@ -122,23 +129,68 @@ class Net:
         if taps or gates:
             with self._hooked(train, taps or {}, gates or {}):
                 return self(params, x, train=train, key=key, mask=mask)
-        keyed = train and (self.has_dropout or mask is not None or (self.has_batchnorm and len(x) == 1))
-        return self._forward(params, x, train, _Keyed(key, mask) if keyed else None)
+        return self._forward(params, x, train, self._mode(key, mask, train, len(x)))
+
+    def head(
+        self,
+        modules: tuple[str, ...],
+        params: Params,
+        features: Tensor,
+        *,
+        train: bool,
+        key: Tensor,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """The output for given features: what the head, whose modules are named, makes of its (flattened) input.
+
+        A head that is one module at the model's end is called alone. Elsewhere the whole model runs, on zeros, and the features
+        take the place of what the head's first module was given.
+        """
+        taps: dict[str, Tensor] = {modules[0]: self._example}
+        if modules not in self._direct:
+            with torch.no_grad():
+                out = self(self.initial(), self._example, train=False, taps=taps)
+                self._direct[modules] = len(modules) == 1 and torch.equal(
+                    out, self._evaluating.get_submodule(modules[0])(taps[modules[0]])
+                )
+            self._head_input = tuple(taps[modules[0]].shape[1:])
+        given = features.reshape(features.shape[0], *self._head_input)
+        mode = self._mode(key, mask, train, len(given))
+        if self._direct[modules]:
+            part = (self._training if train else self._evaluating).get_submodule(modules[0])
+            return self._forward(params, given, train, mode, part)
+        zeros = self._example[:1].expand(len(given), *self._example.shape[1:]) * 0
+        with self._hooked(train, {}, {}, {modules[0]: given}):
+            return self._forward({**self.initial(), **params}, zeros, train, mode)
+
+    def _mode(self, key: Tensor | None, mask: Tensor | None, train: bool, rows: int) -> _Keyed | None:
+        keyed = train and (self.has_dropout or mask is not None or (self.has_batchnorm and rows == 1))
+        if not keyed and self.lowering is None and not self.bf16:
+            return None
+        return _Keyed(key, mask, self.lowering, self.bf16)
 
     @contextlib.contextmanager
-    def _hooked(self, train: bool, taps: dict[str, Tensor], gates: Mapping[str, Tensor]) -> Iterator[None]:
+    def _hooked(
+        self,
+        train: bool,
+        taps: dict[str, Tensor],
+        gates: Mapping[str, Tensor],
+        instead: Mapping[str, Tensor] | None = None,
+    ) -> Iterator[None]:
         module = self._training if train else self._evaluating
         handles = []
 
         def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], Any]:
             def look(part: nn.Module, given: tuple[Any, ...]) -> Any:
+                if instead and name in instead:
+                    return (instead[name], *given[1:])
                 if name in taps:
-                    taps[name] = given[0]
+                    taps[name] = given[0].to(self.dtype)
                 return (given[0] * gates[name], *given[1:]) if name in gates else None
 
             return look
 
-        for name in {*taps, *gates}:
+        for name in {*taps, *gates, *(instead or {})}:
             handles.append(module.get_submodule(name).register_forward_pre_hook(hook(name)))
         try:
             yield
@@ -146,16 +198,20 @@ class Net:
             for handle in handles:
                 handle.remove()
 
-    def _forward(self, params: Params, x: Tensor, train: bool, mode: _Keyed | None) -> Tensor:
+    def _forward(
+        self, params: Params, x: Tensor, train: bool, mode: _Keyed | None, part_of: nn.Module | None = None
+    ) -> Tensor:
         for name, owner, leaf in self._slots[train]:
-            owner[leaf] = params[name]
+            if part_of is None or name in params:
+                owner[leaf] = params[name]
         for part in self._recurrent[train]:  # these keep a second list of their weights
             part._flat_weights = [getattr(part, n) for n in part._flat_weights_names]
-        module = self._training if train else self._evaluating
+        module = part_of or (self._training if train else self._evaluating)
         if mode is None:
             return module(x)  # type: ignore[no-any-return]
         with mode:
-            return module(x)  # type: ignore[no-any-return]
+            out: Tensor = module(x)
+        return out.to(self.dtype) if self.bf16 else out
 
     def probe(self, x: Tensor, classes: int) -> None:
         """Run one and two samples through the model and refuse what cannot be trained reproducibly, before any work."""
@@ -198,15 +254,45 @@ class Net:
 
 
 class _Keyed(TorchFunctionMode):
-    """While active, dropout is drawn from a key and BatchNorm leaves padding out."""
+    """While active, dropout is drawn from a key, BatchNorm leaves padding out, and products go as the engine says."""
 
-    def __init__(self, key: Tensor | None, mask: Tensor | None) -> None:
+    def __init__(
+        self, key: Tensor | None, mask: Tensor | None, lowering: Lowering | None = None, bf16: bool = False
+    ) -> None:
         super().__init__()
         self.key, self.mask, self.dropouts = key, mask, 0
+        self.lowering, self.bf16 = lowering, bf16
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = _HANDLERS.get(func)
         return handler(self, *args, **(kwargs or {})) if handler else func(*args, **(kwargs or {}))
+
+    def _low(self, *tensors: Tensor | None) -> list[Tensor | None]:
+        """Floating operands in bfloat16, where that is asked for."""
+        return [t.bfloat16() if self.bf16 and t is not None and t.is_floating_point() else t for t in tensors]
+
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(*self._low(input, weight, bias))  # type: ignore[arg-type]
+
+    def conv2d(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        x, w, b = self._low(input, weight, bias)
+        assert x is not None
+        assert w is not None
+        if self.lowering is None or groups != 1 or isinstance(padding, str) or x.ndim != 4:
+            return F.conv2d(x, w, b, stride, padding, dilation, groups)
+        pairs = [(v, v) if isinstance(v, int) else (v[0], v[-1]) for v in (stride, padding, dilation)]
+        image, kernel = (x.shape[2], x.shape[3]), (w.shape[2], w.shape[3])
+        shape = Shape(x.shape[0], image, x.shape[1], w.shape[0], kernel, *pairs)
+        return conv2d(x, w, bias, shape, self.lowering)
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         return self._drop(input, p, training, input.shape)
@@ -225,6 +311,23 @@ class _Keyed(TorchFunctionMode):
         keep = uniform_bits(self.key, self.dropouts, shape) >= int(p * 2**32)
         return input * (keep.to(input.dtype) / (1 - p))
 
+    def max_pool2d(
+        self,
+        input: Tensor,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+    ) -> Tensor:
+        kernel, step, pad, spread = (
+            (v, v) if isinstance(v, int) else tuple(v) for v in (kernel_size, stride or kernel_size, padding, dilation)
+        )
+        apart = kernel == step and pad == (0, 0) and spread == (1, 1) and not ceil_mode and input.ndim == 4
+        if self.lowering is None or not apart:
+            return F.max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode)
+        return max_pool(input, kernel)
+
     def batch_norm(
         self,
         input: Tensor,
@@ -236,26 +339,31 @@ class _Keyed(TorchFunctionMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        if not training or (self.mask is None and len(input) > 1):
+        plain = self.lowering is None and not self.bf16
+        if plain and (not training or (self.mask is None and len(input) > 1)):
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
         axes = [0, *range(2, input.ndim)]
-        rows = [-1, *[1] * (input.ndim - 1)]
         channel = [1, -1, *[1] * (input.ndim - 2)]
-        mask = torch.ones_like(input[:, 0].reshape(len(input), -1)[:, 0]) if self.mask is None else self.mask
-        real = mask.to(input.dtype).reshape(rows)
-        count = real.sum() * (input[0, 0].numel())
-        mean = (input * real).sum(axes) / count
-        centred = input - mean.reshape(channel)
-        variance = (centred.square() * real).sum(axes) / count
-        if running_mean is not None and running_var is not None:
+        given, input = input, input if weight is None else input.to(weight.dtype)
+        if not training and running_mean is not None and running_var is not None:
+            mean, variance = running_mean, running_var
+        elif self.mask is None:
+            variance, mean = torch.var_mean(input, axes, correction=0)
+            count = torch.full_like(mean, input.numel() // input.shape[1])
+        else:
+            real = self.mask.to(input.dtype).reshape([-1, *[1] * (input.ndim - 1)])
+            count = real.sum() * input[0, 0].numel()
+            mean = (input * real).sum(axes) / count
+            variance = ((input - mean.reshape(channel)).square() * real).sum(axes) / count
+        if training and running_mean is not None and running_var is not None:
             with torch.no_grad():
                 unbiased = variance * (count / (count - 1).clamp(min=1))
                 running_mean.mul_(1 - momentum).add_(momentum * mean.detach())
                 running_var.mul_(1 - momentum).add_(momentum * unbiased.detach())
-        out = centred * torch.rsqrt(variance + eps).reshape(channel)
+        out = (input - mean.reshape(channel)) * torch.rsqrt(variance + eps).reshape(channel)
         if weight is not None:
             out = out * weight.reshape(channel)
-        return out if bias is None else out + bias.reshape(channel)
+        return (out if bias is None else out + bias.reshape(channel)).to(given.dtype)
 
 
 _HANDLERS: dict[Any, Callable[..., Tensor]] = {
@@ -266,6 +374,9 @@ _HANDLERS: dict[Any, Callable[..., Tensor]] = {
     F.dropout3d: _Keyed.feature_dropout,
     torch.feature_dropout: _Keyed.feature_dropout,
     F.batch_norm: _Keyed.batch_norm,
+    F.linear: _Keyed.linear,
+    F.conv2d: _Keyed.conv2d,
+    torch.max_pool2d: _Keyed.max_pool2d,
 }
 
 

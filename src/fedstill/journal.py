@@ -2,6 +2,8 @@
 
     experiment.toml    all settings, no default left unsaid         environment.json   versions and device
     partition.json     who has which samples, with its hash         metrics.jsonl      one record a round
+    timeline.jsonl     with simulated time: what each client did when, one line a round
+    choices.json       what was measured and chosen on the way (kernels, clients at once); a resumed run uses it again
     checkpoints/       the newest two states (safetensors, with a checksum); `fedstill resume FOLDER` goes on from them
 
 Files appear whole or not at all: written to a temporary name, flushed to the disk, renamed. Nothing is a pickle.
@@ -21,6 +23,7 @@ import numpy as np
 import torch
 
 from . import tree
+from .convolution import Choices
 from .errors import InputError
 from .tree import Tree
 
@@ -32,7 +35,7 @@ class Journal:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.metrics = self.folder / "metrics.jsonl"
+        self.metrics, self.timeline = self.folder / "metrics.jsonl", self.folder / "timeline.jsonl"
         self.checkpoints = self.folder / "checkpoints"
 
     def begin(self, experiment: str, partition: Mapping[str, Any], device: torch.device) -> None:
@@ -61,25 +64,32 @@ class Journal:
             raise InputError(f"partition {name}", now.get(name), right)
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """Append a round's record."""
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        """Append a round's record; its `timeline`, if it has one, to a file of its own."""
+        if "timeline" in record:
+            _append(self.timeline, record["timeline"])
+        _append(self.metrics, {name: value for name, value in record.items() if name != "timeline"})
+
+    def keep_choices(self, choices: Choices) -> None:
+        """Write down what was measured, where that is news."""
+        found = choices.said()
+        if found and found != self.choices():
+            write(self.folder / "choices.json", (json.dumps(found, indent=2) + "\n").encode())
+
+    def choices(self) -> dict[str, Any]:
+        """What an earlier part of the run measured."""
+        try:
+            found = json.loads((self.folder / "choices.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def history(self, upto: int | None = None) -> list[dict[str, Any]]:
         """The records so far, up to a round; a last line that a kill cut short is left out."""
-        records: list[dict[str, Any]] = []
-        if not self.metrics.exists():
-            return records
-        for line in self.metrics.read_text(encoding="utf-8").splitlines():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                break
-            if upto is None or record["round"] <= upto:
-                records.append(record)
-        return records
+        return _lines(self.metrics, upto)
+
+    def timelines(self, upto: int | None = None) -> list[dict[str, Any]]:
+        """What each client did when, round by round, where time was simulated."""
+        return _lines(self.timeline, upto)
 
     def save(self, round: int, state: Tree) -> None:
         """Keep the state after a round; older checkpoints than the newest two go."""
@@ -111,10 +121,33 @@ class Journal:
         return None
 
     def rewind(self, round: int) -> list[dict[str, Any]]:
-        """Cut the records back to a round, and return them."""
-        records = self.history(upto=round)
+        """Cut the records back to a round, and return them, with their timelines."""
+        records, lines = self.history(upto=round), self.timelines(upto=round)
         write(self.metrics, "".join(json.dumps(r) + "\n" for r in records).encode())
-        return records
+        if self.timeline.exists():
+            write(self.timeline, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        by_round = {line["round"]: {"timeline": line} for line in lines}
+        return [{**record, **by_round.get(record["round"], {})} for record in records]
+
+
+def _append(path: Path, record: Mapping[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _lines(path: Path, upto: int | None) -> list[dict[str, Any]]:
+    """The records of a file, up to a round; a last line that a kill cut short is left out."""
+    records: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        if upto is None or record["round"] <= upto:
+            records.append(record)
+    return records
 
 
 def write(path: Path, data: bytes) -> None:

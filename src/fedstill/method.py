@@ -53,12 +53,15 @@ class Method:
     paper: ClassVar[str] = ""
     scores: ClassVar[tuple[str, ...]] = ("generic",)  # which models it trains: "generic", "personal" or both
     needs_head: ClassVar[bool] = False
+    averages: ClassVar[bool] = False  # whether `merge` puts a plain mean into "params", which a server rule may follow
     per_sample: ClassVar[frozenset[str]] = (
         frozenset()
     )  # entries of the memory with one row for each of the client's samples
 
     def __init_subclass__(cls) -> None:
-        """Refuse a field that would hide a hook."""
+        """Refuse a field that would hide a hook; a class that brings its own merge must itself say that it averages."""
+        if "merge" in vars(cls) and "averages" not in vars(cls):
+            cls.averages = False
         hidden = [n for n in inspect.get_annotations(cls) if callable(getattr(Method, n, None))]
         if hidden:
             raise TypeError(f"{cls.__name__}.{hidden[0]}: a field needs another name than the hook {hidden[0]}()")
@@ -124,7 +127,7 @@ class Method:
 
     # ---- what is scored and exported ---------------------------------------------------------------------------------
     def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
-        """*Client.* The client's own model, given what it would download now."""
+        """*Client.* The client's own model, given what it would download now; `task.here()` is its training data."""
         return down["params"]  # type: ignore[no-any-return]
 
     def generic(self, task: Task, server: Tree) -> Params:

@@ -17,7 +17,9 @@ from torch import Tensor
 
 _WORD = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
-COHORT, BATCHES, STEP = 1, 2, 3  # what a draw is for; keeps the streams apart
+COHORT, BATCHES, STEP, METHOD = 1, 2, 3, 4  # what a draw is for; keeps the streams apart
+DEVICE, PRESENT, DROP, MONITOR = 5, 6, 7, 8  # the same, of simulated time
+DRAWS = 1 << 16  # a method's own draws from a step's key are numbered from here on, after every layer's dropout
 
 
 def key(*words: int) -> int:
@@ -41,6 +43,82 @@ def bits(k: int, n: int) -> NDArray[np.uint64]:
     h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.asarray(h ^ (h >> np.uint64(31)), dtype=np.uint64)
+
+
+def keys(*words: int | NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """`key` for arrays of words, which are broadcast against one another."""
+    h: NDArray[np.uint64] = np.asarray([_GAMMA], dtype=np.uint64)
+    for word in words:
+        given = word if isinstance(word, np.ndarray) else np.asarray([word & _WORD], dtype=np.uint64)
+        h = (h + np.uint64(_GAMMA)) ^ given
+        h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        h = h ^ (h >> np.uint64(31))
+    return h
+
+
+def tensor_bits(k: Tensor, n: int) -> Tensor:
+    """`bits` for a tensor of keys, on its device: the same words, as int64, along a new last axis."""
+    h = torch.arange(1, n + 1, device=k.device) * _signed(_GAMMA) + k.unsqueeze(-1)
+    h = (h ^ _shift(h, 30)) * _signed(0xBF58476D1CE4E5B9)
+    h = (h ^ _shift(h, 27)) * _signed(0x94D049BB133111EB)
+    return h ^ _shift(h, 31)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _shift(h: Tensor, by: int) -> Tensor:
+    """A shift to the right that brings in zeros."""
+    return (h >> by) & ((1 << (64 - by)) - 1)
+
+
+def _on(words: NDArray[np.uint64], device: torch.device) -> Tensor:
+    return torch.from_numpy(words.view(np.int64)).to(device)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A phase's batches of several clients: for each step, client and place in the batch a sample.
+
+    `index` counts among the client's own samples; it is 0 where `real` is false. `key` makes a step's randomness. Clients that
+    have fewer steps than others have no real sample in the rest.
+    """
+
+    index: Tensor  # [steps, clients, width]
+    real: Tensor  # [steps, clients, width]
+    key: Tensor  # [steps, clients]
+
+
+def tables(
+    seeds: Sequence[int],
+    batch_size: int,
+    round: int,
+    clients: Sequence[int],
+    samples: Sequence[int],
+    epochs: int,
+    width: int,
+    device: torch.device,
+) -> Tables:
+    """The same batches as `Plan.order` and `Plan.step_keys` give client by client, drawn and sorted on the device."""
+    seed, client = (np.asarray(words, dtype=np.uint64)[:, None] for words in (seeds, clients))
+    epoch = np.arange(epochs, dtype=np.uint64)[None, :]
+    most = max(samples)
+    n = torch.tensor(samples, device=device)
+    drawn = tensor_bits(_on(keys(seed, BATCHES, round, client, epoch), device), most) ^ -(1 << 63)  # unsigned order
+    beyond = torch.arange(most, device=device) >= n[:, None, None]
+    order = drawn.masked_fill_(beyond, (1 << 63) - 1).sort(dim=-1, stable=True).indices
+    size = n.clamp(max=batch_size)
+    a_pass = (n + size - 1) // size
+    step = torch.arange(int(epochs * max(-(-m // min(batch_size, m)) for m in samples)), device=device).unsqueeze(1)
+    place = (step % a_pass * size).unsqueeze(2) + torch.arange(width, device=device)
+    real = (torch.arange(width, device=device) < size[:, None]) & (place < n[:, None])
+    real &= (step < epochs * a_pass).unsqueeze(2)
+    row = torch.arange(len(samples), device=device)[:, None]
+    index = order[row, (step // a_pass).clamp(max=epochs - 1).unsqueeze(2), place.clamp(max=most - 1)]
+    key = _shift(tensor_bits(_on(keys(seed, STEP, round, client), device).squeeze(1), len(step)), 33).T
+    return Tables(torch.where(real, index, 0), real, key)
 
 
 def permutation(k: int, n: int) -> NDArray[np.int64]:
@@ -76,9 +154,9 @@ class Plan:
 
     def cohort(self, round: int, candidates: Sequence[int], count: int) -> list[int]:
         """`count` of the candidates, uniformly without replacement, in ascending order."""
-        ids = sorted(candidates)
-        ranks = [key(self.seed, COHORT, round, k) for k in ids]
-        return sorted(k for _, k in sorted(zip(ranks, ids, strict=True))[:count])
+        ids = np.sort(np.asarray(candidates, dtype=np.uint64))
+        ranks = keys(self.seed, COHORT, round, ids)
+        return sorted(int(k) for k in ids[np.argsort(ranks, kind="stable")[:count]])
 
     def order(self, round: int, client: int, samples: int, epoch: int) -> NDArray[np.int64]:
         """The order in which a client's samples are visited in one epoch; every sample once."""
@@ -99,6 +177,12 @@ class Plan:
                 part = order[b * size : (b + 1) * size]
                 rows[epoch, b, : len(part)] = part
         return rows.reshape(epochs * per_epoch, width)
+
+    def tables(
+        self, round: int, clients: Sequence[int], samples: Sequence[int], epochs: int, width: int, device: torch.device
+    ) -> Tables:
+        """All batches of a phase of several clients, on the device."""
+        return tables([self.seed] * len(clients), self.batch_size, round, clients, samples, epochs, width, device)
 
     def step_keys(self, round: int, client: int, steps: int) -> NDArray[np.int64]:
         """The keys of a phase's dropout masks, one a step (31 bits, so that they fit any integer tensor)."""

@@ -5,19 +5,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
+from . import accounting, clock, models, scores, settings, tree
 from . import data as sources
-from . import models, scores, settings, tree
+from .convolution import Choices
 from .data import Dataset, Federation
 from .edge.controller import Controller
 from .edge.data_manager import DataManager
 from .edge.model_store import ModelStore
+from .edge.monitor import Policy, SimulatedMonitor
+from .edge.one import threads
 from .edge.trainer import Bench, Trainer
 from .errors import InputError, Shown
 from .evaluate import Evaluation
@@ -26,8 +30,11 @@ from .functional import Net
 from .journal import Journal, write
 from .method import Method
 from .plan import Plan
+from .server.aggregator import Aggregator
 from .server.coordinator import Coordinator, Record
-from .server.sampler import count
+from .server.rules import Rule
+from .server.sampler import SAMPLERS, Memory, count
+from .server.schedule import Schedule, Trigger
 from .split import by_head
 from .task import Task
 from .transport.local import LocalTransport
@@ -53,6 +60,7 @@ class Run:
     after: dict[str, Any] = dataclasses.field(default_factory=dict)  # scores after the federation that were asked for
     _trainer: Trainer | None = None
     _samples: scores.Samples | None = None
+    _cost: list[accounting.Cost] = dataclasses.field(default_factory=list)  # once it was asked for
 
     @property
     def task(self) -> Task:
@@ -74,14 +82,27 @@ class Run:
     @property
     def has_common(self) -> bool:
         """Whether there is a test set that belongs to no client."""
-        return self._trainer is not None and self._trainer.bench.data.common is not None
+        return self._trainer is not None and self._trainer.data.common is not None
+
+    @property
+    def cost(self) -> accounting.Cost:
+        """What a round costs a participant: steps, FLOPs (counted when first asked for), bytes; and a round's seconds."""
+        if not self._cost:
+            self._cost.append(accounting.cost(self))
+        return self._cost[0]
+
+    def without_data(self) -> Run:
+        """The same result, its cost counted, without what holds the clients' data."""
+        _ = self.cost
+        return dataclasses.replace(self, _trainer=None)
 
     def served(self, client: int) -> Params:
         """The model that serves a client, as it is kept: its personal one, else the generic one."""
         if "personal" not in self.method.scores:
             return self.method.generic(self._task, self._server)
         down = self.method.send(self._task, self._server, client)
-        return self.method.personal(self._task, down, self._store.get(client))
+        task = self._task if self._trainer is None else self._trainer.bench.home(self._task.round, client)
+        return self.method.personal(task, down, self._store.get(client))
 
     def personal(self, client: int) -> Params:
         """A client's own model as a state dict (for a method without personal models, the generic one)."""
@@ -160,7 +181,7 @@ def simulate(
     if out is not None:
         journal = Journal(out)
         about = {"data": PYTHON, "model": PYTHON, "head": simulation.trainer.bench.task.head_modules()}
-        record = {**data.partition_record, "contents": data.checksum()}
+        record = {**data.partition_record, "contents": data.checksum(), **clock.record(how.profile)}
         said, before = to_toml(how, method, **about), journal.folder / "experiment.toml"
         if not resume or not before.is_file():
             journal.begin(said, record, simulation.device)
@@ -180,6 +201,17 @@ def run(
     federation: Federation | None = None,
 ) -> Run:
     """Run a whole experiment: read and divide the data, build the model, train. `federation` saves reading it again."""
+    return begin(experiment, out=out, progress=progress, federation=federation).run()
+
+
+def begin(
+    experiment: Experiment,
+    *,
+    out: str | Path | None = None,
+    progress: Progress | None = None,
+    federation: Federation | None = None,
+) -> Course:
+    """A whole experiment as it is before its first round, its folder made."""
     journal = Journal(out) if out is not None else None
     if journal:
         journal.check_free()
@@ -189,9 +221,9 @@ def run(
         said = experiment.dealt(kind if kind in ("owner", "domain") else None)
         data = PYTHON if kind == "arrays" else said.data
         said = dataclasses.replace(said, clients=len(federation), data=data)
-        record = {**federation.partition_record, "contents": federation.checksum()}
+        record = {**federation.partition_record, "contents": federation.checksum(), **clock.record(experiment.profile)}
         journal.begin(said.to_toml(), record, simulation.device)
-    return simulation.run(journal=journal, checkpoint_every=experiment.checkpoint_every, progress=progress)
+    return simulation.start(journal, experiment.checkpoint_every, progress)
 
 
 def resume(folder: str | Path, *, progress: Progress | None = None) -> Run:
@@ -199,7 +231,8 @@ def resume(folder: str | Path, *, progress: Progress | None = None) -> Run:
     journal = Journal(folder)
     experiment = Experiment.from_toml(journal.folder / "experiment.toml")
     simulation, federation = from_experiment(experiment)
-    journal.check_partition({**federation.partition_record, "contents": federation.checksum()})
+    record = {**federation.partition_record, "contents": federation.checksum(), **clock.record(experiment.profile)}
+    journal.check_partition(record)
     return simulation.run(journal=journal, checkpoint_every=experiment.checkpoint_every, progress=progress, go_on=True)
 
 
@@ -242,6 +275,7 @@ class Simulation:
     samples: scores.Samples
     newcomers: tuple[int, ...] = ()
     external: tuple[torch.Tensor, torch.Tensor] | None = None
+    devices: clock.Devices | None = None  # of simulated time
 
     def run(
         self,
@@ -253,10 +287,26 @@ class Simulation:
         through_wire: bool = False,
     ) -> Run:
         """Train to the end; with `go_on` from the journal's newest checkpoint."""
-        method, task, bench = self.method, self.trainer.bench.task, self.trainer.bench
-        server = tree.clone(method.init_server(task, self.initial))
-        store = ModelStore(method.init_client(task, self.initial))
+        return self.start(journal, checkpoint_every, progress, go_on, through_wire).run()
+
+    def start(
+        self,
+        journal: Journal | None = None,
+        checkpoint_every: int = 10,
+        progress: Progress | None = None,
+        go_on: bool = False,
+        through_wire: bool = False,
+    ) -> Course:
+        """Everything as it is before the first round, or after the journal's newest checkpoint."""
+        method, task = self.method, self.trainer.bench.task
+        server, rule = tree.clone(method.init_server(task, self.initial)), Rule.of(method, self.training)
+        if rule is not None:
+            server = rule.begin(server, task.net.parameters)
+        room = int(self.training.bank * 2**30) if self.device.type == "cuda" and self.training.bank else None
+        folder = None if journal is None else journal.folder
+        store = ModelStore(method.init_client(task, self.initial), device=self.device, device_bytes=room, folder=folder)
         history: list[Record] = []
+        schedule = self._schedule()
         first = 1
         if go_on and journal is not None and (found := journal.load(self.device)) is not None:
             done, state = found
@@ -264,49 +314,119 @@ class Simulation:
             for client, memory in state["clients"].items():
                 store.put(int(client), memory)
             history = journal.rewind(done)
+            if schedule is not None:
+                schedule.go_on(history, state.get("late", {}))
         elif journal is not None:
             journal.rewind(0)
         controller = (scores.Watching if self.training.forgetting else Controller)(method, self.trainer, store)
+        if schedule is not None:
+            how = self.training
+            policy = Policy(how.min_battery, how.max_load, how.min_memory)
+            controller.monitor = None if policy == Policy() else SimulatedMonitor(schedule.clock, policy)
         coordinator = Coordinator(
             method,
             task,
-            bench.plan,
-            LocalTransport(controller, bench.data.clients, through_wire),
+            Plan(self.training.seed, self.training.batch_size),
+            LocalTransport(controller, self.trainer.data.clients, through_wire),
             per_round=count(task.clients, self.training.participation),
             eval_every=self.training.eval_every,
-            parts=("test",) if bench.data.val is None else ("test", "val"),
+            aggregator=Aggregator(minimum=self.training.minimum, rule=rule),
+            parts=("test",) if self.trainer.data.val is None else ("test", "val"),
             common=self._common,
             away=frozenset(self.newcomers),
             watch=scores.Forgetting(history),
+            sampler=SAMPLERS[self.training.sampler],
+            samples=self.trainer.data.train.sizes,
+            candidates=self.training.candidates,
+            memory=Memory.of(history),
+            schedule=schedule,
         )
-        began = time.perf_counter()
-        for server, record in coordinator.rounds(server, first):  # noqa: B020
-            history.append(record)
-            if journal is not None:
-                journal.record(record)
-                if record["round"] % checkpoint_every == 0 or record["round"] == task.rounds:
-                    clients = {str(k): memory for k, memory in store.items()}
-                    journal.save(record["round"], {"server": server, "clients": clients})
-            if progress is not None:
-                progress(record)
-        seconds = time.perf_counter() - began
-        end = dataclasses.replace(task, round=task.rounds)
-        ended = Run(
-            method, self.training, self.trainer.name, history, seconds, end, server, store, self.newcomers,
-            _trainer=self.trainer, _samples=self.samples,
-        )  # fmt: skip
-        ended = dataclasses.replace(ended, after=scores.after(ended, self.external))
-        if journal is not None and ended.after:
-            write(journal.folder / "scores.json", (json.dumps(ended.after, indent=2) + "\n").encode())
-        return ended
+        choices = self.trainer.choices
+        if go_on and journal is not None:
+            choices.take(journal.choices())
+        return Course(
+            self, coordinator, controller, store, server, history, first, journal, checkpoint_every, progress, choices
+        )
+
+    def _schedule(self) -> Schedule | None:
+        """Simulated time from its beginning, where it is asked for."""
+        how = self.training
+        if self.devices is None:
+            return None
+        time = clock.Clock(self.devices, how.seed, np.array(self.trainer.data.train.sizes))
+        return Schedule(time, Trigger(how.deadline, how.over_select), how.late)
 
     def _common(self, generic: Tree) -> float | None:
         """The generic model's accuracy on the common test set, where the federation has one."""
-        common = self.trainer.bench.data.common
+        common = self.trainer.data.common
         if common is None:
             return None
         x, y = common
-        return float((self.trainer.bench.task.predict(generic, x).argmax(-1) == y).double().mean())
+        with threads(self.trainer.threads):
+            return float((self.trainer.bench.task.predict(generic, x).argmax(-1) == y).double().mean())
+
+
+@dataclasses.dataclass(eq=False)
+class Course:
+    """A run under way: what changes from round to round."""
+
+    simulation: Simulation
+    coordinator: Coordinator
+    controller: Controller
+    store: ModelStore
+    server: Tree
+    history: list[Record]
+    first: int  # the round that comes first
+    journal: Journal | None
+    checkpoint_every: int
+    progress: Progress | None
+    choices: Choices  # what was measured on the way
+    began: float = dataclasses.field(default_factory=time.perf_counter)
+    abreast: int = 1  # runs that share the time, this one included
+
+    def run(self) -> Run:
+        """Run to the end."""
+        try:
+            with self.simulation.trainer.quiet():
+                for _ in self.rounds():
+                    pass
+            return self.end()
+        finally:
+            self.simulation.trainer.close()
+
+    def rounds(self) -> Iterator[Record]:
+        """Run the rounds that are left; after each its record."""
+        for server, record in self.coordinator.rounds(self.server, self.first):
+            self.note(server, record)
+            yield record
+
+    def note(self, server: Tree, record: Record) -> None:
+        """Keep what a round gave."""
+        self.server = server
+        self.history.append(record)
+        if self.journal is not None:
+            self.journal.record(record)
+            self.journal.keep_choices(self.choices)
+            if record["round"] % self.checkpoint_every == 0 or record["round"] == self.coordinator.task.rounds:
+                clients = {str(k): memory for k, memory in self.store.items()}
+                late = {} if self.coordinator.schedule is None else self.coordinator.schedule.kept()
+                state = {"server": server, "clients": clients, **({"late": late} if late else {})}
+                self.journal.save(record["round"], state)
+        if self.progress is not None:
+            self.progress(record)
+
+    def end(self) -> Run:
+        """The result, with the scores that were asked for after the federation."""
+        sim, seconds = self.simulation, (time.perf_counter() - self.began) / self.abreast
+        end = dataclasses.replace(self.coordinator.task, round=self.coordinator.task.rounds)
+        ended = Run(
+            sim.method, sim.training, sim.trainer.name, self.history, seconds, end, self.server, self.store,
+            sim.newcomers, _trainer=sim.trainer, _samples=sim.samples,
+        )  # fmt: skip
+        ended = dataclasses.replace(ended, after=scores.after(ended, sim.external))
+        if self.journal is not None and ended.after:
+            write(self.journal.folder / "scores.json", (json.dumps(ended.after, indent=2) + "\n").encode())
+        return ended
 
 
 def prepare(
@@ -333,7 +453,7 @@ def prepare(
         raise InputError("model", Shown(type(model).__name__), "a module with parameters that require a gradient")
     split = by_head(model, head)
     manager = DataManager(federation, device, dtype)
-    net.probe(manager.train.x, federation.classes)
+    net.probe(manager.train.x[:2], federation.classes)
     task = Task(
         net=net,
         split=split,
@@ -344,17 +464,26 @@ def prepare(
         momentum=training.momentum,
         nesterov=training.nesterov,
         weight_decay=training.weight_decay,
+        seed=training.seed,
     )
     method.check(task)
+    Rule.of(method, training)
     plan = Plan(training.seed, training.batch_size)
     joining = scores.newcomers(plan, len(federation), training.newcomers)
     if training.fine_tune and training.fine_tune_part == "head":
         task.need_split()
     bench = Bench(method, task, plan, manager)
     together = count(task.clients, training.participation)
-    trainer = Trainer(bench, training.engine, training.cohort, together)
+    if training.minimum > together:
+        raise InputError("minimum", training.minimum, f"at most {together}, the clients that are wanted in a round")
+    how = (len(federation), training.seed, training.availability, training.drop)
+    devices = clock.Devices.of(training.profile, *how) if training.profile else None
+    trainer = Trainer(
+        bench, training.engine, training.cohort, together, fast=training.fast, compile=training.compile,
+        precision=training.precision, workers=training.workers,
+    )  # fmt: skip
     samples = scores.Samples.of(federation)
-    return Simulation(method, training, trainer, net.initial(), device, samples, joining, federation.external)
+    return Simulation(method, training, trainer, net.initial(), device, samples, joining, federation.external, devices)
 
 
 def pick_device(name: str) -> torch.device:

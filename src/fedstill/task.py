@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import grad, vmap
+from torch.func import grad, grad_and_value, vmap
 
+from . import plan
 from .batch import Batch
 from .channels import Channels
 from .errors import InputError, Shown
@@ -24,7 +26,7 @@ CHUNK = 512  # samples per forward pass where no gradient is needed; the result 
 class Site:
     """One client's own training data, and how much work it does this round. Under `vmap` these are that client's slices."""
 
-    x: Tensor  # all training samples of the client, or of the stack's clients one after another
+    x: Any  # all training samples of the client, or of the stack's clients one after another; x[rows] gives a tensor
     y: Tensor
     index: Tensor  # which rows of x are this client's (padded at the end)
     samples: Tensor  # how many there are
@@ -46,6 +48,7 @@ class Task:
     weight_decay: float
     round: int = 0
     site: Site | None = None
+    seed: int = 0
 
     def logits(self, params: Params, batch: Batch) -> Tensor:
         """The model's output in training: dropout on, BatchNorm over the batch (its running statistics move)."""
@@ -80,6 +83,24 @@ class Task:
         logits = self.net(params, batch.x, train=True, key=batch.key, mask=batch.mask, taps=taps)
         return logits, taps[self.need_split().modules[0]].flatten(1)
 
+    def head_logits(self, params: Params, features: Tensor, batch: Batch | None = None) -> Tensor:
+        """The head's output for given (flattened) features; `params` needs the head's entries.
+
+        In training mode with a batch's key and mask; without a batch in evaluation mode.
+        """
+        modules, train = self.need_split().modules, batch is not None
+        key = torch.zeros((), dtype=torch.int64, device=features.device) if batch is None else batch.key
+        mask = None if batch is None else batch.mask
+        return self.net.head(modules, params, features, train=train, key=key, mask=mask)
+
+    def feature_size(self) -> int:
+        """How many numbers the head's input has for a sample."""
+        first = self.need_split().modules[0]
+        taps = {first: self.net._example}
+        with torch.no_grad():
+            self.net(self.net.initial(), self.net._example, train=False, taps=taps)
+        return taps[first].flatten(1).shape[1]
+
     def local_features(self, params: Params) -> Tensor:
         """The head's input in evaluation, for every one of the client's own training samples."""
         site, first = self.here(), self.need_split().modules[0]
@@ -87,7 +108,7 @@ class Task:
         with torch.no_grad():
             params = {name: self.net.fast_layout(value) for name, value in params.items()}
             for rows in torch.split(site.index, CHUNK):
-                taps = {first: site.x}
+                taps = {first: site.y}
                 self.net(params, site.x[rows], train=False, taps=taps)
                 parts.append(taps[first].flatten(1))
         return torch.cat(parts)
@@ -99,15 +120,16 @@ class Task:
         """
         site = self.here()
         rest = {name: params[name] for name in params if name not in self.net.parameters}
-        real = (torch.arange(len(site.index), device=site.x.device) < site.samples).to(site.x.dtype)
-        zero = torch.zeros((), dtype=torch.int64, device=site.x.device)
+        device = site.y.device
+        real = (torch.arange(len(site.index), device=device) < site.samples).to(self.net.dtype)
+        zero = torch.zeros((), dtype=torch.int64, device=device)
 
         def at(weights: Params, x: Tensor, y: Tensor, index: Tensor, keep: Tensor) -> Tensor:
             batch = Batch(x, y, index, zero, keep)
             return (value({**rest, **weights}, batch) * keep).sum()
 
         total = {name: torch.zeros_like(params[name]) for name in self.net.parameters}
-        positions = torch.arange(len(site.index), device=site.x.device)
+        positions = torch.arange(len(site.index), device=device)
         for where in torch.split(positions, SAMPLES if squared else CHUNK):
             rows = site.index[where]
             given = (site.x[rows], site.y[rows], where, real[where])
@@ -119,6 +141,69 @@ class Task:
                 grads = grad(at)(self.trainable(params), *given)
             total = {name: total[name] + grads[name] for name in total}
         return {name: value / site.samples for name, value in total.items()}
+
+    def membership(self) -> Tensor:
+        """For each of the client's own training samples a row with 1 at its class and 0 elsewhere; padding has zeros alone."""
+        site = self.here()
+        real = torch.arange(len(site.index), device=site.y.device) < site.samples
+        classes = torch.arange(self.net.outputs, device=site.y.device)
+        return ((site.y[site.index].unsqueeze(1) == classes) & real.unsqueeze(1)).to(self.net.dtype)
+
+    # ---- for steps that need more than one gradient ------------------------------------------------------------------
+    def gradient(
+        self, loss: Callable[[Params, Batch], Tensor], params: Params, batch: Batch
+    ) -> tuple[Params, Tensor, Params]:
+        """∇loss by the trainable parameters, the loss, and the buffers as the pass leaves them; `params` is not changed."""
+        rest = {name: params[name].detach() for name in self.net.buffers}
+
+        def at(weights: Params, rest: Params) -> tuple[Tensor, Params]:
+            state = {**{name: value.clone() for name, value in rest.items()}, **weights}
+            return loss(state, batch), {name: state[name] for name in rest}
+
+        weights = {name: value.detach() for name, value in self.trainable(params).items()}
+        grads, (value, buffers) = grad_and_value(at, has_aux=True)(weights, rest)
+        return grads, value, buffers
+
+    def descend(self, weights: Params, grads: Params, momentum: Params) -> tuple[Params, Params]:
+        """One step of the experiment's SGD: the new weights and momentum (an empty tree where it has none)."""
+        if self.weight_decay:
+            grads = {n: torch.add(g, weights[n], alpha=self.weight_decay) for n, g in grads.items()}
+        if self.momentum:
+            momentum = {n: self.momentum * momentum[n] + g for n, g in grads.items()}
+            ahead = {n: torch.add(g, momentum[n], alpha=self.momentum) for n, g in grads.items()}
+            grads = ahead if self.nesterov else momentum
+        return {n: torch.add(w, grads[n], alpha=-self.lr) for n, w in weights.items()}, momentum
+
+    # ---- randomness --------------------------------------------------------------------------------------------------
+    def uniform(self, *words: int) -> float:
+        """A number in [0, 1) from the seed, the round and these words: whoever asks, server or client, draws the same."""
+        return (plan.key(self.seed, plan.METHOD, self.round, *words) >> 11) / 2**53
+
+    def key(self, *words: int) -> Tensor:
+        """A key for `uniforms` from the seed, the round and these words."""
+        number = plan.key(self.seed, plan.METHOD, self.round, *words) >> 33
+        return torch.tensor(number, dtype=torch.int64, device=self.net.device)
+
+    def permutation(self, n: int, *words: int) -> list[int]:
+        """A random order of 0 … n−1 from the seed, the round and these words."""
+        return [int(i) for i in plan.permutation(plan.key(self.seed, plan.METHOD, self.round, *words), n)]
+
+    def uniforms(self, key: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
+        """Numbers in (0, 1) from a key, such as a batch's; `stream` tells draws from one key apart.
+
+        Rows do not depend on how many there are, so padding a batch changes none of them.
+        """
+        bits = plan.uniform_bits(key, plan.DRAWS + stream, shape)
+        return ((bits.double() + 0.5) / 2**32).to(self.net.dtype)
+
+    def redraw(self, batch: Batch, stream: int) -> Batch:
+        """As many of the client's own samples again, drawn without replacement from the batch's key."""
+        site, device = self.here(), batch.y.device
+        ranks = plan.uniform_bits(batch.key, plan.DRAWS + stream, (len(site.index),))
+        real = torch.arange(len(site.index), device=device) < site.samples
+        index = torch.where(real, ranks, 1 << 32).argsort(stable=True)[: len(batch.y)]
+        rows, key = site.index[index], plan.uniform_bits(batch.key, 2 * plan.DRAWS + stream, ()) >> 1
+        return Batch(site.x[rows], site.y[rows], index, key, batch.mask)
 
     def trainable(self, params: Params) -> Params:
         """The parameters that training may move, without buffers."""

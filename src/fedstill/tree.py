@@ -6,7 +6,7 @@ its arguments, and floating leaves keep their dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -89,7 +89,16 @@ def mean(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
     flat = [flatten(t) for t in trees]
     result: Params = {}
     floating = [name for name, leaf in flat[0].items() if leaf.is_floating_point()]
-    if floating:
+    together = _together([[entry[name] for name in floating] for entry in flat])
+    if together is not None:
+        whole, columns = together
+        total_row = whole[0] * (weights[0] / total)
+        for row, weight in zip(whole[1:], weights[1:], strict=True):
+            total_row.add_(row, alpha=weight / total)
+        for name, column in zip(floating, columns, strict=True):
+            leaf = flat[0][name]
+            result[name] = total_row[column : column + leaf.numel()].reshape(leaf.shape)
+    elif floating:
         sums = torch._foreach_mul([flat[0][name] for name in floating], weights[0] / total)
         for tree, weight in zip(flat[1:], weights[1:], strict=True):
             torch._foreach_add_(sums, [tree[name] for name in floating], alpha=weight / total)
@@ -99,6 +108,26 @@ def mean(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
             exact = sum(t[name].double() * (w / total) for t, w in zip(flat, weights, strict=True))
             result[name] = torch.as_tensor(exact).round().to(leaf.dtype)
     return fill(outline(trees[0]), result)
+
+
+def _together(entries: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[int]] | None:
+    """Where `rows` made the entries: a view of all of each, and where in it each leaf begins. The sums are the same."""
+    base = entries[0][0]._base if entries[0] else None
+    if base is None or base.ndim != 2 or not base.is_contiguous():
+        return None
+    width = base.shape[1]
+    columns = [int(leaf.storage_offset()) % width for leaf in entries[0]]
+    first, last = min(columns), max(c + leaf.numel() for c, leaf in zip(columns, entries[0], strict=True))
+    if last > width or last - first != sum(leaf.numel() for leaf in entries[0]):
+        return None
+    found = []
+    for entry in entries:
+        row = entry[0].storage_offset() // width
+        for column, leaf in zip(columns, entry, strict=True):
+            if leaf._base is not base or leaf.storage_offset() != row * width + column or not leaf.is_contiguous():
+                return None
+        found.append(base[row, first:last])
+    return found, [column - first for column in columns]
 
 
 def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
@@ -121,9 +150,50 @@ def stack(trees: Sequence[Tree]) -> Tree:
     return map(lambda *leaf: torch.stack(leaf), *trees)
 
 
+def stack_shared(trees: Sequence[Tree]) -> Tree:
+    """As `stack`, without a copy of leaves that are one and the same tensor in all trees. Not to be written to."""
+
+    def join(*leaf: Tensor) -> Tensor:
+        same = all(other is leaf[0] for other in leaf)
+        return leaf[0].expand(len(leaf), *leaf[0].shape) if same else torch.stack(leaf)
+
+    return map(join, *trees)
+
+
 def unstack(tree: Tree, index: int) -> Tree:
     """One entry of a stacked tree, as its own memory (a view would keep the whole stack alive)."""
     return map(lambda t: t[index].clone(), tree)
+
+
+def rows(tree: Tree, n: int) -> list[Tree]:
+    """The n entries of a stacked tree, as views of new memory: what keeps one of them for long should copy it.
+
+    Leaves of one dtype lie together, entry by entry, so that `mean` can add whole entries.
+    """
+    flat = flatten(tree)
+    found: list[Params] = [{} for _ in range(n)]
+    for dtype in {leaf.dtype for leaf in flat.values()}:
+        part = {name: leaf.reshape(n, -1) for name, leaf in flat.items() if leaf.dtype == dtype}
+        whole = torch.cat(list(part.values()), 1)
+        first = 0
+        for name, leaf in part.items():
+            columns = whole[:, first : first + leaf.shape[1]].reshape(n, *flat[name].shape[1:])
+            for entry, view in zip(found, columns.unbind(0), strict=True):
+                entry[name] = view
+            first += leaf.shape[1]
+    shape = outline(tree)
+    return [fill(shape, entry) for entry in found]
+
+
+def finite_rows(n: int, *trees: Tree) -> Tensor:
+    """For each of the n entries of stacked trees whether it holds only finite numbers; nothing waits for the device."""
+    sums = [
+        leaf.reshape(n, -1).sum(1, dtype=torch.float64)
+        for tree in trees
+        for _, leaf in leaves(tree)
+        if leaf.is_floating_point()
+    ]
+    return torch.isfinite(torch.stack(sums)).all(0) if sums else torch.ones(n, dtype=torch.bool)
 
 
 def fit_rows(tree: Tree, names: frozenset[str], rows: int) -> Tree:
@@ -147,13 +217,13 @@ def to(tree: Tree, device: torch.device | str, dtype: torch.dtype | None = None)
 
 def unalias(tree: Tree, *others: Tree) -> Tree:
     """The tree, with every leaf copied that shares memory with a leaf of the others or with an earlier one of its own."""
-    taken = {_memory(leaf) for other in others for _, leaf in leaves(other)}
+    taken = _Taken(leaf for other in others for _, leaf in leaves(other))
 
     def own(leaf: Tensor) -> Tensor:
         leaf = leaf.detach()
-        if _memory(leaf) in taken:
+        if leaf in taken:
             leaf = leaf.clone()
-        taken.add(_memory(leaf))
+        taken.add(leaf)
         return leaf
 
     return map(own, tree)
@@ -161,18 +231,41 @@ def unalias(tree: Tree, *others: Tree) -> Tree:
 
 def aliases(a: Tree, b: Tree) -> list[str]:
     """Names of a's leaves that share memory with any leaf of b."""
-    taken = {_memory(leaf) for _, leaf in leaves(b)}
-    return [name for name, leaf in leaves(a) if _memory(leaf) in taken]
+    taken = _Taken(leaf for _, leaf in leaves(b))
+    return [name for name, leaf in leaves(a) if leaf in taken]
+
+
+class _Taken:
+    """Stretches of memory that tensors lie in. Two views of one storage share memory only where their stretches meet."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._by_storage: dict[int, list[tuple[int, int]]] = {}
+        for leaf in tensors:
+            self.add(leaf)
+
+    def add(self, leaf: Tensor) -> None:
+        if leaf.numel():
+            self._by_storage.setdefault(leaf.untyped_storage().data_ptr(), []).append(_stretch(leaf))
+
+    def __contains__(self, leaf: Tensor) -> bool:
+        if not leaf.numel():
+            return False
+        first, last = _stretch(leaf)
+        there = self._by_storage.get(leaf.untyped_storage().data_ptr(), [])
+        return any(a <= last and first <= b for a, b in there)
+
+
+def _stretch(leaf: Tensor) -> tuple[int, int]:
+    """The first and the last byte of a tensor."""
+    reach = sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+    first = int(leaf.storage_offset()) * leaf.element_size()
+    return first, first + (reach + 1) * leaf.element_size() - 1
 
 
 def finite(tree: Tree) -> bool:
     """Whether no leaf holds a number that is not finite."""
     sums = [leaf.sum(dtype=torch.float64) for _, leaf in leaves(tree) if leaf.is_floating_point()]
     return not sums or bool(torch.isfinite(torch.stack(sums)).all())
-
-
-def _memory(leaf: Tensor) -> int:
-    return leaf.untyped_storage().data_ptr() if leaf.numel() else id(leaf)
 
 
 def _like(reference: Tensor, value: Tensor) -> Tensor:

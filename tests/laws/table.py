@@ -54,11 +54,11 @@ class Row:
 
 
 # ---- fixed points ------------------------------------------------------------------------------------------------------
-def reaches(expected: float) -> Callable[[fs.Method], None]:
+def reaches(expected: float, rounds: int = 400) -> Callable[[fs.Method], None]:
     """The generic model of the quadratic clients ends at a known number."""
 
     def check(method: fs.Method) -> None:
-        run = on_quadratics(method)
+        run = on_quadratics(method, rounds=rounds)
         assert abs(point(run.generic()) - expected) < 1e-9
 
     return check
@@ -185,6 +185,181 @@ def agreement(method: fs.Method) -> None:
     assert np.abs(residual.T @ x + decay * theta["weight"].numpy()).max() < 1e-6
 
 
+def fine_tuned_from_the_mean(method: fs.Method) -> None:
+    """FedBABU on the quadratics: the body alone is pulled (curvature a), under a head that stays 0; then fine-tuning.
+
+    Of the head alone with curvature a, of both with 2a, for τ_f full-batch steps from what was received.
+    """
+    a, b = np.array(A), np.array(B)
+    pull = (1 - (1 - LR * a) ** EPOCHS) * np.array(COUNTS)
+    w = float(np.dot(pull, b) / pull.sum())
+    run = on_quadratics(method, rounds=1500)
+    assert float(run.generic()["head.w"]) == 0.0
+    assert abs(point(run.generic()) - w) < 1e-9
+    tuned = 1 - (1 - LR * a * (1 if method.personal_part == "head" else 2)) ** method.personal_epochs
+    for k in range(len(B)):
+        assert abs(point(run.personal(k)) - (w + tuned[k] * (b[k] - w))) < 1e-9
+
+
+def beside_the_mean(method: fs.Method) -> None:
+    """Ditto: w is FedAvg's; v_k stops where 2a·(v − b) + λ·(v − w) = 0 (both parameters take the pull, so 2a)."""
+    w = mean_of_pulls(0.0, COUNTS)
+    run = on_quadratics(method, rounds=800)
+    assert abs(point(run.generic()) - w) < 1e-9
+    for k, (a, b) in enumerate(zip(A, B, strict=True)):
+        assert abs(point(run.personal(k)) - (2 * a * b + method.lam * w) / (2 * a + method.lam)) < 1e-9
+
+
+def envelope(method: fs.Method) -> None:
+    """pFedMe: K inner steps carry θ from w by κ·(b − w), a step carries w by ηλκ·(b − w): pulls, and their mean is zero.
+
+    The inner problem contracts by q = 1 − η_p·(2a + λ) towards (2a·b + λ·w)/(2a + λ), so κ = (1 − q^K)·2a/(2a + λ).
+    """
+    a, b = 2 * np.array(A), np.array(B)
+    q = 1 - method.personal_lr * (a + method.lam)
+    kappa = (1 - q**method.k) * a / (a + method.lam)
+    left = 1 - LR * method.lam * kappa  # of the distance to b after a step
+    pull = 1 - left**EPOCHS
+    w = float(np.dot(pull, b) / pull.sum())
+    run = on_quadratics(method)
+    assert abs(point(run.generic()) - w) < 1e-9
+    theta = b + (1 - kappa) * left ** (EPOCHS - 1) * (w - b)
+    for k in range(len(B)):
+        assert abs(point(run.personal(k)) - theta[k]) < 1e-9
+
+
+def balanced_stationary(method: fs.Method) -> None:
+    """FedRoD alone: the generic model has no slope in the loss of logits + log n, written out here; its classifier with the
+    personal head added has none in plain CE."""
+    g = np.random.default_rng(1)
+    x, y = torch.from_numpy(g.normal(size=(12, 3))), torch.tensor([0] * 8 + [1] * 4)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    run = fs.simulate(
+        method, model=net, data=fs.Federation.from_arrays([(x.numpy(), y.numpy(), x.numpy(), y.numpy())]), head="2",
+        rounds=700, epochs=3, batch_size=12, lr=0.5, momentum=0.0, weight_decay=0.1, dtype="float64", engine="one",
+        eval_every=700,
+    )  # fmt: skip
+
+    def slope(state: dict[str, torch.Tensor], counts: tuple[float, ...], of: tuple[str, ...]) -> float:
+        net.load_state_dict(state)
+        weighed = torch.tensor(counts) * torch.exp(net(x))
+        decay = 0.05 * sum(p.square().sum() for p in net.parameters())
+        loss = -torch.log(weighed[torch.arange(12), y] / weighed.sum(1)).mean() + decay
+        moving = [p for name, p in net.named_parameters() if name in of]
+        return max(float(g.abs().max()) for g in torch.autograd.grad(loss, moving))
+
+    everything = tuple(name for name, _ in net.named_parameters())
+    prior = (8.0, 4.0) if method.generic_loss == "balanced" else (1.0, 1.0)
+    assert slope(run.generic(), prior, everything) < 1e-6
+    if method.personal_head:
+        assert slope(run.personal(0), (1.0, 1.0), ("2.weight", "2.bias")) < 1e-6
+        assert torch.equal(run.personal(0)["0.weight"], run.generic()["0.weight"])
+    if method.generic_loss == "balanced":
+        assert slope(run.generic(), (1.0, 1.0), everything) > 0.01
+
+
+def mixed_with_the_mean(method: fs.Method) -> None:
+    """APFL with a fixed α: w is FedAvg's; v_k repeats itself from round to round while w_k goes the way to its client and back.
+
+    A round is an affine map of v, so its fixed point is known from where the round takes 0 and 1. Both parameters of the sum take
+    every step, so steps count twice.
+    """
+    alpha, w = method.alpha, mean_of_pulls(0.0, UNIFORM)
+    run = on_quadratics(method, rounds=180)
+    assert abs(point(run.generic()) - w) < 1e-9
+    for k, (a, b) in enumerate(zip(A, B, strict=True)):
+        ends = []
+        for v in (0.0, 1.0):
+            here = w
+            for _ in range(EPOCHS):
+                v, here = v - 2 * LR * alpha * a * (alpha * v + (1 - alpha) * here - b), here - 2 * LR * a * (here - b)
+            ends.append(v)
+        v = ends[0] / (1 - (ends[1] - ends[0]))
+        assert abs(point(run.personal(k)) - (alpha * v + (1 - alpha) * w)) < 1e-9
+
+
+def alone_at_its_optimum(method: fs.Method) -> None:
+    """A federation of one: shared, personal and mixed model all end at b."""
+    run = on_quadratics(method, only=2)
+    assert abs(point(run.personal(0)) - B[2]) < 1e-9
+    assert abs(point(run.generic()) - B[2]) < 1e-9
+
+
+def held_together(method: fs.Method) -> None:
+    """L2GD stays near the minimum of Σ f_k(x_k) + λ/2·Σ‖x_k − x̄‖², as near as its steps are short.
+
+    x is the sum of two parameters that move alike, and each holds half of x_k − x̄: 2a_k·(x_k − b_k) + λ·(x_k − x̄) = 0.
+    """
+    a, n = 2 * np.array(A), len(A)
+    best = np.linalg.solve(np.diag(a + method.lam) - method.lam / n, a * np.array(B))
+    assert np.abs(best - B).max() > 1
+    assert np.ptp(best) > 1
+    run = on_quadratics(method, rounds=800, lr=0.01)
+    found = np.array([point(run.personal(k)) for k in range(n)])
+    assert np.abs(found - best).max() < 0.1
+    assert abs(point(run.generic()) - found.mean()) < 1e-9
+
+
+def adapted_pulls(method: fs.Method) -> None:
+    """Per-FedAvg: an inner step leaves 1 − 2αa of the distance to b, and so does the Hessian's factor: the curvature is
+    a·(1 − 2αa) in first order and a·(1 − 2αa)² with the Hessian."""
+    left = 1 - 2 * method.alpha * np.array(A)
+    a = 2 * np.array(A) * left ** (1 if method.variant == "fo" else 2)
+    pull = 1 - (1 - LR * a) ** EPOCHS
+    run = on_quadratics(method, rounds=60)
+    assert abs(point(run.generic()) - float(np.dot(pull, B) / pull.sum())) < 1e-8
+
+
+def stationary_where_loss_counts(method: fs.Method) -> None:
+    """FedFomo alone keeps what lowers the loss, so it ends where plain cross-entropy has no slope.
+
+    Of so many copies of every sample the first one measures and the others train: both have the same optimum.
+    """
+    g = np.random.default_rng(1)
+    x, y = g.normal(size=(12, 3)), g.integers(0, 2, 12)
+    x, y = (np.repeat(v, round(1 / method.val) if method.val else 1, axis=0) for v in (x, y))
+    net = torch.nn.Linear(3, 2, dtype=torch.float64)
+    run = fs.simulate(
+        method, model=net, data=fs.Federation.from_arrays([(x, y, x, y)]), rounds=250, epochs=3, batch_size=len(y), lr=2.0,
+        momentum=0.0, weight_decay=0.0, dtype="float64", engine="one", eval_every=250,
+    )  # fmt: skip
+    state = run.personal(0)
+    logits = x @ state["weight"].numpy().T + state["bias"].numpy()
+    p = np.exp(logits - logits.max(1, keepdims=True))
+    residual = (p / p.sum(1, keepdims=True) - np.eye(2)[y]) / len(y)
+    assert np.abs(residual.T @ x).max() < 1e-6
+
+
+def aligned_stationary(method: fs.Method) -> None:
+    """FedPAC alone: no slope in CE + decay + λ·the features' variance within classes.
+
+    Moving the centroids along would not change that slope: around their mean the distances sum to zero.
+    """
+    g = np.random.default_rng(1)
+    x, y = torch.from_numpy(g.normal(size=(12, 3))), torch.from_numpy(g.integers(0, 2, 12))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    data = fs.Federation.from_arrays([(x.numpy(), y.numpy(), x.numpy(), y.numpy())])
+    run = fs.simulate(
+        method, model=net, data=data, head="2", rounds=900, epochs=3, batch_size=12, lr=0.5, momentum=0.0, weight_decay=0.1,
+        dtype="float64", engine="one", eval_every=900,
+    )  # fmt: skip
+    net.load_state_dict(run.personal(0))
+
+    def slope(lam: float) -> float:
+        features = torch.tanh(net[0](x))
+        centres = torch.stack([features[y == c].mean(0) for c in (0, 1)])
+        decay = 0.05 * sum(p.square().sum() for p in net.parameters())
+        loss = nn.functional.cross_entropy(net[2](features), y) + decay
+        loss = loss + lam * (features - centres[y]).square().mean()
+        return max(float(g.abs().max()) for g in torch.autograd.grad(loss, list(net.parameters())))
+
+    assert slope(method.lam) < 5e-4 < 0.01 < slope(0.0)
+
+
 def printed_divergence_shrinks(method: fs.Method) -> None:
     """The printed D has no fixed point at equal spectra: there its gradient is that of Σ p, which pulls the weights to zero."""
     w = {"w": torch.linspace(-1, 2, 7, dtype=torch.float64).requires_grad_()}
@@ -201,6 +376,7 @@ UNIFORM = (1.0, 1.0, 1.0)
 EVERYBODY = {"participation": 1.0}
 SD = {"lam": 0.7, "tau": 2.0}
 SPECTRAL = {"generic_epochs": 2, "personal_epochs": 2}
+PLAIN_SGD = {"momentum": 0.0, "nesterov": False}
 ROWS = [
     Row(fs.Local(), own_optimum),
     Row(fs.FedAvg(), reaches(mean_of_pulls(0.0, COUNTS))),
@@ -216,6 +392,126 @@ ROWS = [
         neutral=(  # before any control variate is known
             Neutral(fs.SCAFFOLD(), fs.FedAvg(mean="uniform"), within=1e-14, settings={"rounds": 1, "momentum": 0.0}),
         ),
+    ),
+    Row(fs.FedDyn(alpha=1.5), reaches(OPTIMUM)),
+    Row(fs.FedDyn(alpha=0.5, mean="weighted"), reaches(float(np.dot(COUNTS, np.multiply(A, B)) / np.dot(COUNTS, A)))),
+    Row(
+        fs.FedAvgM(beta=0.6),
+        reaches(mean_of_pulls(0.0, COUNTS)),  # where the mean stands still, Δ = 0 and v = 0
+        neutral=(Neutral(fs.FedAvgM(beta=0), fs.FedAvg()),),
+    ),
+    Row(
+        fs.FedGKD(gamma=1.4, m=2),
+        stationary_alone,
+        neutral=(
+            Neutral(fs.FedGKD(gamma=0), fs.FedAvg()),
+            Neutral(fs.FedGKD(gamma=1.4, m=3), fs.FedGKD(gamma=1.4, m=100)),  # three rounds have made two models
+        ),
+    ),
+    Row(fs.FedGKD(gamma=1.4, m=1), stationary_alone),
+    Row(
+        fs.FedBN(),
+        reaches(mean_of_pulls(0.0, UNIFORM)),  # without BatchNorm it is FedAvg
+        neutral=(
+            Neutral(fs.FedBN(), fs.FedAvg(mean="uniform")),
+            Neutral(fs.FedBN(mean="weighted"), fs.FedAvg()),
+        ),
+    ),
+    Row(fs.FedPer(), own_optimum),
+    Row(fs.LGFedAvg(), own_optimum),
+    Row(
+        fs.FedBABU(personal_epochs=3),
+        fine_tuned_from_the_mean,
+        neutral=(
+            Neutral(fs.FedBABU(train_head=True), fs.FedAvg(), of="generic"),
+            Neutral(fs.FedBABU(train_head=True, personal_epochs=0), fs.FedAvg()),
+            Neutral(fs.FedBABU(), fs.FedAvg(), of="generic", parent_model=freeze_head, within=1e-15),
+        ),
+    ),
+    Row(fs.FedBABU(personal_epochs=2, personal_part="all"), fine_tuned_from_the_mean),
+    Row(
+        fs.FedRoD(),
+        balanced_stationary,
+        neutral=(
+            Neutral(fs.FedRoD(generic_loss="ce", personal_head=False), fs.FedAvg()),
+            Neutral(fs.FedRoD(generic_loss="ce"), fs.FedAvg(), of="generic"),
+        ),
+    ),
+    Row(fs.FedRoD(generic_loss="ce", personal_epochs=3), balanced_stationary),
+    Row(fs.FedRoD(personal_head=False), balanced_stationary),
+    Row(
+        fs.Ditto(lam=0.8),
+        beside_the_mean,
+        neutral=(
+            Neutral(fs.Ditto(), fs.FedAvg(), of="generic"),
+            Neutral(fs.Ditto(lam=0), fs.Local(), of="personal", settings=EVERYBODY),
+            Neutral(fs.Ditto(personal_epochs=2), fs.Ditto(), settings={"epochs": 2}),
+        ),
+    ),
+    Row(
+        fs.PFedMe(lam=4.0, k=3, personal_lr=0.06, beta=0.9),
+        envelope,
+        neutral=(  # one inner step of 1/λ gives λ(w − θ) = ∇f(w), whatever λ
+            Neutral(
+                fs.PFedMe(lam=4.0, k=1, personal_lr=0.25),
+                fs.FedAvg(mean="uniform"),
+                of="generic",
+                within=1e-13,
+                settings=PLAIN_SGD,
+            ),
+        ),
+    ),
+    Row(
+        fs.APFL(alpha=0.8, adaptive=False),
+        mixed_with_the_mean,
+        neutral=(
+            Neutral(fs.APFL(alpha=1, adaptive=False), fs.Local(), of="personal", within=1e-13, settings=EVERYBODY),
+            Neutral(fs.APFL(), fs.FedAvg(mean="uniform"), of="generic", within=1e-13),
+        ),
+    ),
+    Row(fs.APFL(alpha=0.4), alone_at_its_optimum),
+    Row(
+        fs.L2GD(lam=1.5, p=0.5),
+        held_together,
+        neutral=(Neutral(fs.L2GD(p=0), fs.Local(), of="personal", settings=EVERYBODY),),
+    ),
+    *(
+        Row(
+            fs.PerFedAvg(alpha=0.05, variant=variant),
+            adapted_pulls,
+            neutral=(
+                Neutral(fs.PerFedAvg(alpha=0, variant=variant), fs.FedAvg(mean="uniform")),
+                Neutral(fs.PerFedAvg(alpha=0, variant=variant, beta=0.05, mean="weighted"), fs.FedAvg()),
+            ),
+        )
+        for variant in ("fo", "hf")
+    ),
+    Row(
+        fs.FedFomo(m=2),
+        stationary_where_loss_counts,
+        neutral=(
+            Neutral(
+                fs.FedFomo(weights="equal", m=0, val=0), fs.FedAvg(mean="uniform"), within=1e-13, settings=EVERYBODY
+            ),
+        ),
+    ),
+    Row(fs.FedFomo(m=0, val=0), stationary_where_loss_counts),
+    Row(
+        fs.FedPAC(lam=0.8, head_epochs=2, body_epochs=1),
+        aligned_stationary,
+        neutral=(
+            Neutral(
+                fs.FedPAC(lam=0, combine=False, head_epochs=2, body_epochs=1), fs.FedRep(head_epochs=2, body_epochs=1)
+            ),
+        ),
+    ),
+    Row(fs.FedPAC(lam=0.8, combine=False, head_epochs=1, body_epochs=2, head_lr=0.3), aligned_stationary),
+    Row(
+        fs.FedGen(alpha=0.7, generator_steps=4, generator_hidden=8, generator_noise=3),
+        reaches(
+            mean_of_pulls(0.0, COUNTS), rounds=60
+        ),  # logits that move together have no slope in the taught cross-entropy
+        neutral=(Neutral(fs.FedGen(alpha=0, generator_steps=2), fs.FedAvg()),),
     ),
     Row(
         fs.FedRep(head_epochs=2, body_epochs=1),

@@ -27,6 +27,28 @@ def test_1_stacked_equals_one(row: Row, model: str) -> None:
     assert any(v.abs().max() > 1e-3 for s in moved.values() for v in s.values()), "nothing was trained"
 
 
+# Tracing takes a second or two, so each method and variant has one of the two models that ask most of a program.
+TRACED = [(row, ("normed", "convolved")[i % 2]) for i, row in enumerate(ROWS)]
+
+
+def asks_for_the_round(method: fs.Method) -> bool:
+    """L2GD draws by the round, progressive CD² divides by it: their steps differ from round to round, so they are not traced."""
+    return isinstance(method, fs.L2GD) or (isinstance(method, fs.CD2PFed) and method.progressive)
+
+
+@pytest.mark.parametrize(("row", "model"), TRACED, ids=lambda v: v.name if isinstance(v, Row) else v)
+def test_1_a_traced_program_equals_one(row: Row, model: str, traced, capsys) -> None:
+    one, program = run(row.method, model, engine="one"), run(row.method, model, engine="stacked")
+    assert distance(states(one), states(program)) < 1e-10
+    for a, b in zip(one.history, program.history, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-10)
+        assert a["personal_clients"] == b["personal_clients"]
+    arenas = list(program.trainer.engine._arenas.values())
+    assert arenas
+    assert all((arena is None) == asks_for_the_round(row.method) for arena in arenas)
+    assert capsys.readouterr().err == ""  # nothing fell back
+
+
 @every_row
 def test_2_the_wire_changes_nothing(row: Row) -> None:
     prepared = simulation.prepare(row.method, make("normed"), ragged(), None, Training(**SETTINGS, engine="one"))

@@ -168,6 +168,22 @@ BATCHNORM_GOES_UP = {  # the stated policy of each method, on a model with Batch
     "pfedkd-wcl": {"bn", "head.1"},
     "cd2-pfed": {"bn", "head.1"},
     "spectral": {"bn", "head.1"},
+    "fedbn": set(),
+    "feddyn": {"bn", "head.1"},
+    "fedavgm": {"bn", "head.1"},
+    "fedper": {"bn"},
+    "lg-fedavg": {"head.1"},
+    "fedbabu": {"bn"},
+    "fedrod": {"bn", "head.1"},
+    "fedgkd": {"bn", "head.1"},
+    "ditto": {"bn", "head.1"},
+    "pfedme": {"bn", "head.1"},
+    "apfl": {"bn", "head.1"},
+    "l2gd": {"bn", "head.1"},
+    "per-fedavg": {"bn", "head.1"},
+    "fedfomo": {"bn", "head.1"},
+    "fedpac": {"bn", "head.1"},
+    "fedgen": {"bn", "head.1"},
 }
 
 

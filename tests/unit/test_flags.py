@@ -6,6 +6,7 @@ from typing import Literal, get_origin
 import pytest
 
 from fedstill import flags, settings
+from fedstill.cli.job import plan
 from fedstill.cli.train import COMPARE, RUN, SHOW
 from fedstill.errors import InputError
 from fedstill.experiment import Experiment
@@ -114,7 +115,23 @@ def test_a_shared_flag_says_which_method_has_which_default() -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_no_method_clashes_with_the_experiment_or_the_command(name: str) -> None:
     taken = {f.name for f in settings.fields_of(Experiment)} | {"method", "out", "seeds", "help"}
-    assert not taken & {f.name for f in settings.fields_of(METHODS[name])}
+    own = {"pfedkd-wcl": {"server", "server_lr"}, "scaffold": {"server_lr"}}  # the flag is the method's there
+    assert taken & {f.name for f in settings.fields_of(METHODS[name])} == own.get(name, set())
+
+
+def test_a_flag_that_both_have_is_the_methods_own_where_it_has_it() -> None:
+    given = {"server": "average", "server_lr": "0.5"}
+    wcl = plan([METHODS["pfedkd-wcl"]()], Experiment(), given, "run").experiments["pfedkd-wcl"]
+    assert (wcl.server, wcl.server_lr) == ("mean", 0.0)
+    assert (wcl.method.server, wcl.method.server_lr) == ("average", 0.5)
+    given = {"server": "yogi", "server_lr": "0.5"}
+    both = plan([METHODS["fedavg"](), METHODS["scaffold"]()], Experiment(), given, "compare").experiments
+    assert (both["fedavg"].server, both["fedavg"].server_lr) == ("yogi", 0.5)
+    assert (both["scaffold"].server_lr, both["scaffold"].method.server_lr) == (0.0, 0.5)
+    text = " ".join(RUN.parser(("pfedkd-wcl",)).format_help().split())
+    assert "--server {distill,average}" in text
+    text = " ".join(RUN.parser(("fedavg", "pfedkd-wcl")).format_help().split())
+    assert "[default mean]; pfedkd-wcl's own: how the global model learns [one of: distill, average" in text
 
 
 def test_methods_that_share_a_flag_read_it_alike() -> None:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstill.plan import Plan, bits, key, permutation, uniform_bits
+from fedstill.plan import Plan, bits, key, keys, permutation, tables, tensor_bits, uniform_bits
 
 MASK = (1 << 64) - 1
 
@@ -98,3 +98,45 @@ def test_device_bits_are_uniform_and_rows_do_not_see_the_padding() -> None:
 def test_dropout_keys_differ_between_seeds_rounds_clients_and_steps() -> None:
     draws = [Plan(s, 4).step_keys(r, c, 3).tolist() for s, r, c in [(0, 1, 1), (1, 1, 1), (0, 2, 1), (0, 1, 2)]]
     assert len({k for keys in draws for k in keys}) == 12
+
+
+SEEDS = st.one_of(st.integers(0, 9), st.integers(0, 2**63 - 1), st.just(2**63 - 1))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 40)), min_size=1, max_size=6), SEEDS, st.integers(1, 12),
+    st.integers(1, 3), st.integers(0, 5), st.integers(1, 500),
+)  # fmt: skip
+def test_tables_are_the_same_batches(cohort, seed: int, batch: int, epochs: int, wider: int, round: int) -> None:
+    """All clients' batches at once, on the device, against client by client on the host."""
+    plan, clients, samples = Plan(seed, batch), [k for k, _ in cohort], [n for _, n in cohort]
+    width = min(batch, max(samples)) + wider
+    found = plan.tables(round, clients, samples, epochs, width, torch.device("cpu"))
+    steps = max(plan.steps(n, epochs) for n in samples)
+    assert found.index.shape == found.real.shape == (steps, len(clients), width)
+    assert found.key.shape == (steps, len(clients))
+    for i, (k, n) in enumerate(cohort):
+        right = plan.batches(round, k, n, epochs, width)
+        index, real = found.index[:, i].numpy(), found.real[:, i].numpy()
+        assert np.array_equal(np.where(real, index, -1)[: len(right)], right)
+        assert not real[len(right) :].any()
+        assert (index[~real] == 0).all()
+        assert found.key[: len(right), i].tolist() == plan.step_keys(round, k, len(right)).tolist()
+
+
+@given(st.lists(SEEDS, min_size=1, max_size=4), st.integers(1, 9))
+def test_tables_of_several_seeds_are_each_seeds_own(seeds: list[int], n: int) -> None:
+    clients, device = list(range(len(seeds))), torch.device("cpu")
+    found = tables(seeds, 4, 3, clients, [n] * len(seeds), 2, 4, device)
+    for i, seed in enumerate(seeds):
+        alone = Plan(seed, 4).tables(3, [i], [n], 2, 4, device)
+        assert torch.equal(found.index[:, [i]], alone.index)
+        assert torch.equal(found.key[:, [i]], alone.key)
+
+
+@given(st.lists(st.integers(0, MASK), min_size=1, max_size=4))
+def test_words_on_the_device_are_the_hosts(words: list[int]) -> None:
+    whole = keys(np.array(words, dtype=np.uint64), 2, np.array(words[::-1], dtype=np.uint64))
+    assert whole.tolist() == [key(a, 2, b) for a, b in zip(words, words[::-1], strict=True)]
+    found = tensor_bits(torch.from_numpy(whole.view(np.int64)), 5)
+    assert found.numpy().view(np.uint64).tolist() == [splitmix64(int(k), 5) for k in whole]

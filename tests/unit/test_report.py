@@ -41,7 +41,7 @@ def made(method: fs.Method, hits: list[int], seed: int = 0, **training) -> Run:
 
 def test_one_run() -> None:
     lines = text.table([made(fs.PFedSD(), [9, 5, 8])], FACTS).splitlines()
-    assert " ".join(lines[0].split()) == ("method personal % worst 10 % of clients per sample % generic % seconds")
+    assert " ".join(lines[0].split()) == ("method personal % worst 10 % per sample % generic % seconds")
     # mean of 0.9, 0.5, 0.1; their spread √(0.32/3); the worst client; 22 of 100 samples; 1.5 + 2 + 0.5 seconds
     assert lines[2].split() == ["pfedsd", "50.00", "±", "32.66", "10.00", "22.00", "22.00", "4.0"]
     assert "personal model, all clients, mean per client, last round; ± standard deviation over clients" in lines[4]

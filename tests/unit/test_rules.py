@@ -167,3 +167,10 @@ def test_on_the_command_line(tmp_path: Path, capsys) -> None:
     assert "server average" not in capsys.readouterr().out
     assert main(["run", "fedavg", "--server-lr", "0.5", *tiny]) == 0
     assert "--server-lr has no effect on fedavg without --server" in capsys.readouterr().out
+
+
+def test_a_rules_state_never_travels() -> None:
+    """Whatever a method sends, the server's own momentum stays at the server."""
+    plain = run(fs.FedGen(), rounds=2)
+    ruled = run(fs.FedGen(), rounds=2, server="adam")
+    assert [r["bytes_down"] for r in plain.history] == [r["bytes_down"] for r in ruled.history]

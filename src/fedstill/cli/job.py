@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .. import flags, settings, simulation
+from .. import flags, fleet, settings, simulation
 from ..data import Federation
 from ..errors import InputError, Shown, TrainingError
 from ..experiment import Experiment
@@ -16,11 +16,13 @@ from ..method import Method
 from ..methods import METHODS
 from ..report.local_work import without_effect
 from ..report.text import Facts
+from ..server.sampler import BY_PLAN
 from ..simulation import Run
 from . import keep
 from .live import Watch, watch
 from .screen import results, say
 
+RULE = ("server_lr", "server_momentum", "server_beta2", "server_tau")
 KEEPS = "nothing was written: --out FOLDER keeps the run (settings, metrics, checkpoints, picture)"
 
 
@@ -69,16 +71,19 @@ def plan(methods: Sequence[Method], base: Experiment, given: Mapping[str, Any], 
         for field in settings.fields_of(cls):
             owners.setdefault(field.name, []).append(cls.id)
     chosen = [method.id for method in methods]
+    common = {field.name for field in settings.fields_of(Experiment)}
     for name in given:
-        if name in owners and not set(owners[name]) & set(chosen):
+        if name in owners and name not in common and not set(owners[name]) & set(chosen):
             right = f"left out for {', '.join(chosen)}: it is a flag of {', '.join(owners[name])}"
             raise InputError("flag", Shown(flags.flag(name)), right)
     if given.get("out") == "":
         raise InputError("--out", "", "a folder")
     seeds = flags.whole(given, "seeds", 1)
-    shared = dataclasses.replace(base, **flags.take(Experiment, given))
-    built = [dataclasses.replace(method, **flags.take(type(method), given)) for method in methods]
-    experiments = {method.id: dataclasses.replace(shared, method=method) for method in built}
+    experiments = {}
+    for method in methods:  # a flag that a method has as its own is the method's, elsewhere the experiment's
+        mine = flags.take(type(method), given)
+        values = flags.take(Experiment, {name: value for name, value in given.items() if name not in mine})
+        experiments[method.id] = dataclasses.replace(base, **values, method=dataclasses.replace(method, **mine))
     out = Path(given["out"]) if "out" in given else None
     return Job(experiments, seeds, out, command != "run", command, tuple(given))
 
@@ -94,8 +99,18 @@ def execute(job: Job) -> None:
         for name, other in (("join_epochs", "newcomers"), ("fine_tune_part", "fine_tune"))
         if name in job.given and not getattr(job.first, other)
     ]
-    for experiment in job.experiments.values():
+    if "candidates" in job.given and job.first.sampler in BY_PLAN:
+        ignored.append(f"--candidates has no effect on the sampler {job.first.sampler}")
+    if "late" in job.given and not job.first.deadline and job.first.over_select == 1:
+        ignored.append("--late has no effect without --deadline or --over-select: nobody is late")
+    rule = [name for name in RULE if name in job.given]
+    for label, experiment in job.experiments.items():
+        idle = [n for n in rule if experiment.server == "mean" and n not in settings.values_of(experiment.method)]
+        ignored += [f"{flags.flag(name)} has no effect on {label} without --server" for name in idle]
+    stacks = set()
+    for label, experiment in job.experiments.items():
         ready, _ = simulation.from_experiment(experiment, federation)
+        stacks |= {label} if ready.trainer.name == "stacked" else set()
         ignored += without_effect(experiment.method, ready.trainer.bench.task, ready.training, job.given)
     facts = Facts.of(job.first, federation)
     if job.out is not None and earlier:
@@ -109,18 +124,44 @@ def execute(job: Job) -> None:
         say(line)
     done = Done()
     with watch(list(job.experiments), job.first.rounds, job.seeds) as shown:
+        dealt = [federation]
         for number in range(job.seeds):
             if number:
-                federation = simulation.federation_of(dataclasses.replace(job.first, seed=job.first.seed + number))
-            done.hashes.append(federation.hash)
-            _one_seed(job, number, federation, shown, done)
+                dealt.append(simulation.federation_of(dataclasses.replace(job.first, seed=job.first.seed + number)))
+            done.hashes.append(dealt[-1].hash)
+            _one_seed(job, number, dealt[-1], shown, done, [n for n in job.experiments if n not in stacks])
+            dealt = dealt if stacks else []
+        _seeds_together(job, dealt, shown, done, [n for n in job.experiments if n in stacks])
     _report(job, done, dataclasses.replace(facts, hashes=tuple(done.hashes)))
 
 
-def _one_seed(job: Job, number: int, federation: Federation, shown: Watch, done: Done) -> None:
-    """All methods for one seed, on the same data; in a comparison one that fails does not stop the others."""
+def _seeds_together(job: Job, dealt: Sequence[Federation], shown: Watch, done: Done, labels: Sequence[str]) -> None:
+    """Methods whose clients are stacked, one after the other; all seeds of one are one more axis of the stack."""
+    seeds = [job.first.seed + number for number in range(job.seeds)]
+    for label in labels:
+        shown.start(label)
+        folders = [job.folder(label, seed) for seed in seeds]
+        experiments = [dataclasses.replace(job.experiments[label], seed=seed) for seed in seeds]
+        try:
+            with stoppable(folders[0]):
+                runs = fleet.run_together(
+                    experiments,
+                    outs=folders,
+                    federations=dealt,
+                    progress=lambda record, label=label: shown.abreast(label, record),  # type: ignore[misc]
+                )
+        except TrainingError as error:
+            done.failed[label] = str(error)
+            continue
+        done.runs[label] = [run.without_data() for run in runs]
+        done.folders.setdefault(label, []).extend(folder for folder in folders if folder is not None)
+
+
+def _one_seed(job: Job, number: int, federation: Federation, shown: Watch, done: Done, labels: Sequence[str]) -> None:
+    """Some methods for one seed, on the same data; in a comparison one that fails does not stop the others."""
     seed = job.first.seed + number
-    for label, experiment in job.experiments.items():
+    for label in labels:
+        experiment = job.experiments[label]
         if label in done.failed:
             continue
         folder = job.folder(label, seed)
@@ -137,7 +178,7 @@ def _one_seed(job: Job, number: int, federation: Federation, shown: Watch, done:
         except TrainingError as error:
             done.failed[label] = f"seed {seed}: {error}"
             continue
-        done.runs.setdefault(label, []).append(dataclasses.replace(run, _trainer=None))  # lets go of the data
+        done.runs.setdefault(label, []).append(run.without_data())
         if folder is not None:
             done.folders.setdefault(label, []).append(folder)
 

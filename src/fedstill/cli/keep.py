@@ -22,6 +22,7 @@ SUMMARY, FIGURE, RUN = "summary.json", "figure.png", "experiment.toml"
 DEMO = "demo"  # the command that may replace what it made
 FILES = (  # what a run leaves in its folder, or, killed while it wrote, a part of
     RUN, SUMMARY, FIGURE, "partition.json", "environment.json", "metrics.jsonl", "scores.json",
+    "timeline.jsonl", "timeline.png",
     "checkpoints/round-*.safetensors", "checkpoints/round-*.json",
 )  # fmt: skip
 

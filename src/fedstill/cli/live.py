@@ -77,10 +77,17 @@ class Watch:
         """A run of this method begins."""
         self.meters[label].start()
 
+    def abreast(self, label: str, record: dict[str, Any]) -> None:
+        """All seeds' runs of this method have finished a round."""
+        self._step(label, (self.seeds - 1) * int(record["round"]), self.seeds - 1, record)
+
     def step(self, label: str, number: int, record: dict[str, Any]) -> None:
         """The `number`-th seed's run of this method has finished a round."""
+        self._step(label, number * self.rounds, number, record)
+
+    def _step(self, label: str, before: int, number: int, record: dict[str, Any]) -> None:
         meter, round = self.meters[label], int(record["round"])
-        meter.step(record, number * self.rounds)
+        meter.step(record, before)
         if self._screen is not None:
             self._screen.update(
                 self._tasks[label],

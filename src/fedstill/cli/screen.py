@@ -42,7 +42,7 @@ def results(runs: Sequence[Run], facts: Facts) -> None:
     from rich.table import Table
 
     found = rows(runs)
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     cells = columns(found)
     for i, (heading, _) in enumerate(cells):
         grid.add_column(heading, justify="right" if i else "left", no_wrap=i < 2)

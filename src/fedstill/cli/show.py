@@ -127,7 +127,7 @@ def _show(argv: Sequence[str]) -> None:
     if found is None:
         return
     given = found[0]
-    out = _picture(given["out"]) if "out" in given else None
+    out = picture(given["out"]) if "out" in given else None
     with flags.named(given):
         experiment = Experiment(**flags.take(Experiment, given))
         federation = simulation.federation_of(experiment)
@@ -143,7 +143,7 @@ def _show(argv: Sequence[str]) -> None:
         say(f"picture: {out}")
 
 
-def _picture(text: str) -> Path:
+def picture(text: str) -> Path:
     """The file to draw into, refused before any work where it cannot be one."""
     path = Path(text)
     if path.suffix.lower() not in SUFFIXES or path.is_dir():

@@ -49,7 +49,7 @@ class Face:
         flags.plain(parser, group, "out", help, "FOLDER", "a folder")
         help = "run the seeds seed … seed+N−1 and report mean ± std over them [at least 1; default 1]"
         flags.plain(parser, group, "seeds", help, "N", "a whole number at least 1")
-        flags.add_methods(parser, {name: METHODS[name] for name in methods})
+        flags.add_methods(parser, {name: METHODS[name] for name in methods}, Experiment)
         flags.add(parser, Experiment)
         return parser
 

@@ -13,29 +13,51 @@ from torch import Tensor, autograd
 from .. import tree
 from ..batch import Batch
 from ..method import Method, Phase
-from ..task import Site, Task
+from ..task import Task
 from ..tree import Params, Tree
+from .fused import Perceptron
 from .trainer import SMALL, Bench, Done, Work
 
 
 class One:
-    """Clients one after another."""
+    """Clients one after another; with `single` on one thread, so that a worker of a pool gives the same bits."""
+
+    def __init__(self, perceptron: Perceptron | None = None, single: bool = False) -> None:
+        """`perceptron` is the model's own loop, where it has one."""
+        self.perceptron, self.single = perceptron, single
 
     def train(self, bench: Bench, round: int, works: Sequence[Work]) -> Iterator[Done]:
         """Train every client; results in the order of `works`."""
         _keep_freed_memory()
-        with _threads(bench), torch.enable_grad():
+        with self.threads(bench), torch.enable_grad():
             for work in works:
-                yield _train(bench, round, work)
+                yield _train(bench, round, work, self.perceptron)
 
     def score(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[int]:
         """How many of each client's samples its model gets right."""
         hits = []
-        with _threads(bench):
+        with self.threads(bench):
             for client, params in models:
                 x, y = bench.data.part(part).of(client)
                 hits.append((bench.task.predict(params, x).argmax(-1) == y).sum())
         return [int(h) for h in torch.stack(hits).tolist()] if hits else []
+
+    def threads(self, bench: Bench) -> contextlib.AbstractContextManager[None]:
+        """One thread where that is asked for, and while steps are so small that a second costs more than it saves."""
+        net = bench.task.net
+        small = not net.has_convolution and net.size * bench.plan.batch_size < SMALL
+        return threads(1 if net.device.type == "cpu" and (self.single or small) else torch.get_num_threads())
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Within, torch works with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @functools.cache
@@ -49,37 +71,31 @@ def _keep_freed_memory() -> None:
         libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: the heap is not given back
 
 
-@contextlib.contextmanager
-def _threads(bench: Bench) -> Iterator[None]:
-    """One thread while steps are so small that handing work to a second costs more than it saves."""
-    net, before = bench.task.net, torch.get_num_threads()
-    if net.device.type == "cpu" and not net.has_convolution and net.size * bench.plan.batch_size < SMALL:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _train(bench: Bench, round: int, work: Work) -> Done:
+def _train(bench: Bench, round: int, work: Work, perceptron: Perceptron | None) -> Done:
     method, phases = bench.method, bench.phases(round)
-    x, y = bench.data.train.of(work.client)
-    steps = bench.steps(work.client, phases)
-    site = Site(x, y, torch.arange(len(y), device=x.device), x.new_tensor(len(y)), x.new_tensor(steps))
-    task = bench.at(round, site)
+    steps, task = bench.steps(work.client, phases), bench.home(round, work.client)
+    x, y = task.here().x, task.here().y
     memory = tree.fit_rows(work.memory, method.per_sample, len(y))
     with torch.no_grad():
         local = method.begin(task, work.down, memory)
     total = torch.zeros((), dtype=x.dtype, device=x.device)
     for phase, epochs in phases:
-        local = _phase(bench, task, round, work.client, local, phase, epochs, total)
+        local = run_phase(bench, task, round, work.client, local, phase, epochs, total, perceptron)
     with torch.no_grad():
         up, kept = method.finish(task, work.down, memory, local)
     return Done(work.client, up, kept, float(total) / max(1, steps), steps, len(y))
 
 
-def _phase(
-    bench: Bench, task: Task, round: int, client: int, local: Tree, phase: Phase, epochs: int, total: Tensor
+def run_phase(
+    bench: Bench,
+    task: Task,
+    round: int,
+    client: int,
+    local: Tree,
+    phase: Phase,
+    epochs: int,
+    total: Tensor,
+    perceptron: Perceptron | None,
 ) -> Tree:
     """One phase of one client; adds every step's loss to `total`."""
     method, net = bench.method, task.net
@@ -93,6 +109,12 @@ def _phase(
             local = phase.enter(task, local)
     names, buffers = bench.moving(phase)
     start: Params = local[phase.model]
+    if perceptron is not None and perceptron.takes(phase, names):
+        x, y = bench.data.train.of(client)
+        orders = _orders(bench, round, client, epochs)
+        trained, loss = perceptron.train(start, names, bench.sgd(phase), x, y, orders, bench.plan.batch_size)
+        total += loss
+        return {**local, phase.model: trained}
     params = {
         name: net.fast_layout(value.detach()).clone(memory_format=torch.preserve_format)
         for name, value in start.items()
@@ -130,10 +152,16 @@ def _batches(bench: Bench, round: int, client: int, epochs: int) -> Iterator[Bat
     x, y = bench.data.train.of(client)
     size, step = min(bench.plan.batch_size, len(y)), 0
     keys = torch.from_numpy(bench.plan.step_keys(round, client, bench.plan.steps(len(y), epochs))).to(x.device)
-    for epoch in range(epochs):
-        index = torch.from_numpy(bench.plan.order(round, client, len(y), epoch)).to(x.device)
+    for index in _orders(bench, round, client, epochs):
         xs, ys = x[index], y[index]
         for first in range(0, len(y), size):
             rows = slice(first, first + size)
             yield Batch(xs[rows], ys[rows], index[rows], keys[step])
             step += 1
+
+
+def _orders(bench: Bench, round: int, client: int, epochs: int) -> Iterator[Tensor]:
+    """In which order the client's samples come, epoch by epoch."""
+    x, y = bench.data.train.of(client)
+    for epoch in range(epochs):
+        yield torch.from_numpy(bench.plan.order(round, client, len(y), epoch)).to(x.device)

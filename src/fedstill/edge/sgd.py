@@ -27,8 +27,8 @@ class SGD:
         """Fresh momentum buffers (none where there is no momentum). Zeros give torch's first step: μ·0 + g = g."""
         return [torch.zeros_like(p) for p in params] if self.momentum else []
 
-    def update(self, params: list[Tensor], grads: list[Tensor], state: list[Tensor]) -> None:
-        """One step, in place on `params` and `state`; `grads` may be overwritten."""
+    def update(self, params: list[Tensor], grads: list[Tensor], state: list[Tensor], lr: Tensor | None = None) -> None:
+        """One step, in place on `params` and `state`; `grads` may be overwritten. `lr`: one for each client of a stack."""
         with torch.no_grad():
             if self.weight_decay:
                 grads = list(torch._foreach_add(grads, params, alpha=self.weight_decay))
@@ -36,4 +36,8 @@ class SGD:
                 torch._foreach_mul_(state, self.momentum)
                 torch._foreach_add_(state, grads)
                 grads = list(torch._foreach_add(grads, state, alpha=self.momentum)) if self.nesterov else state
-            torch._foreach_add_(params, grads, alpha=-self.lr)
+            if lr is None:
+                torch._foreach_add_(params, grads, alpha=-self.lr)
+            else:
+                for p, g in zip(params, grads, strict=True):
+                    p.sub_(lr.reshape(-1, *[1] * (p.ndim - 1)) * g)

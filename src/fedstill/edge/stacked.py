@@ -2,42 +2,93 @@
 
 Batches are padded to one width and masked. Clients are ordered by how many steps they take, so that those still at work are
 always the first rows of the stack; one that has finished is simply not in the slice any more.
+
+On a GPU a phase runs as a program (`program.py`): traced, compiled where that pays, replayed as a CUDA graph, in a few sizes. The
+plain way, step by step from Python, is what a CPU does, and the oracle for the other.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from .. import tree
-from ..batch import Batch
+from ..convolution import Choices
+from ..errors import InputError, Shown
 from ..functional import Net
-from ..method import Phase
-from ..task import CHUNK, Site, Task
+from ..method import Method, Phase
+from ..task import Site, Task
 from ..tree import Params, Tree
-from .trainer import Bench, Done, Work
+from . import program
+from .program import Definition, Program, Watched, as_batch, over_clients
+from .trainer import Bench, CompileName, Done, Store, Work
+
+ROWS = 32_768  # samples in one pass of scoring, over all clients
+SPARE = 0.85  # of the device's free memory is what a stack is allowed to take
+WORTH_COMPILING = 2_000  # steps of a run from which on compiling the step pays
+Way: TypeAlias = Literal["plain", "traced", "compiled"]
 
 
+class TooMany(Exception):
+    """So many clients do not fit into the device's memory."""
+
+    def __init__(self, fits: int) -> None:
+        super().__init__(f"only {fits} clients fit into memory at once")
+        self.fits = fits
+
+
+def say(line: str) -> None:
+    """One line for whoever watches."""
+    print(f"fedstill: {line}", file=sys.stderr, flush=True)
+
+
+@dataclass(eq=False)
 class Stacked:
-    """A cohort at once."""
+    """A cohort at once. What it holds besides its settings are programs and measurements, nothing of the training."""
 
-    def train(self, bench: Bench, round: int, works: Sequence[Work]) -> Iterator[Done]:
-        """Train every client; results in the order of `works`."""
+    way: Way = "plain"
+    exact: bool = False  # float32 products in full precision, no TF32
+    choices: Choices = field(default_factory=Choices)
+    bytes_a_client: float = 0.0  # of the device's memory that a step was seen to take
+    _arenas: dict[Any, _Arena | None] = field(default_factory=dict)
+    _pool: Any = None
+
+    def train(self, bench: Bench, round: int, works: Sequence[Work], store: Store | None = None) -> Iterator[Done]:
+        """Train every client; results in the order of `works`. With a store, memories come from there and go back."""
         if not works:
             return
         sizes = bench.data.train.sizes
         order = sorted(range(len(works)), key=lambda i: (-bench.plan.steps(sizes[works[i].client], 1), i))
-        cohort = _Cohort(bench, round, [works[i] for i in order])
-        with torch.enable_grad():
-            cohort.run()
+        cohort: _Cohort | None = None
+        with _precision(self.exact):
+            try:
+                cohort = _Cohort(self, bench, round, [works[i] for i in order], store)
+                with torch.enable_grad():
+                    cohort.run()
+                found = cohort.done()
+            except torch.cuda.OutOfMemoryError as error:
+                if len(works) == 1:
+                    raise InputError("model", Shown("its step"), "one that fits into the GPU's memory") from error
+                fits = len(works) // 2
+            else:
+                fits = 0
+            if fits:
+                cohort = None
+                self._arenas.clear()
+                torch.cuda.empty_cache()
+                raise TooMany(fits)
         place = {i: row for row, i in enumerate(order)}
         for i in range(len(works)):
-            yield cohort.done(place[i])
+            yield found[place[i]]
 
     def score(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[int]:
         """How many of each client's samples its model gets right."""
@@ -51,164 +102,439 @@ class Stacked:
         params = models[0][1] if shared else tree.stack([params for _, params in models])
         forward = vmap(lambda p, x: bench.task.net(p, x, train=False), in_dims=(None if shared else 0, 0))
         hits = torch.zeros(len(clients), dtype=torch.int64, device=rows.device)
-        for first in range(0, width, CHUNK):
-            part_rows = rows[:, first : first + CHUNK]
-            right = forward(params, data.x[part_rows]).argmax(-1) == data.y[part_rows]
-            real = torch.arange(first, first + part_rows.shape[1], device=rows.device) < size
-            hits += (right & real).sum(1)
+        step = max(1, ROWS // len(clients))
+        with _precision(self.exact):
+            for first in range(0, width, step):
+                part_rows = rows[:, first : first + step]
+                right = forward(params, data.x[part_rows]).argmax(-1) == data.y[part_rows]
+                real = torch.arange(first, first + part_rows.shape[1], device=rows.device) < size
+                hits += (right & real).sum(1)
         return [int(h) for h in hits.tolist()]
+
+    def arena(self, cohort: _Cohort, number: int, phase: Phase, epochs: int, local: Tree) -> _Arena | None:
+        """The memory and programs of a phase; None where it has to go step by step."""
+        key = (number, *cohort.signature(phase, epochs, local))
+        found = self._arenas.get(key)
+        if found is not None and found.rows < len(cohort.works):
+            del self._arenas[key]
+        if key not in self._arenas:
+            began = time.perf_counter()
+            try:
+                made = _Arena(self, cohort, number, phase, epochs, local)
+                # A step that asks for the round would have to be traced anew in every one: it goes step by step.
+                self._arenas[key] = None if cohort.watched.asked[0] else made
+            except (TooMany, torch.cuda.OutOfMemoryError):
+                raise
+            except Exception as error:
+                reason = str(error).strip().splitlines() or [type(error).__name__]
+                say(f"phase {number + 1} runs step by step, its step could not be traced: {reason[0]}")
+                self._arenas[key] = None
+            self.choices.seconds += time.perf_counter() - began
+        return self._arenas[key]
+
+    @property
+    def pool(self) -> Any:
+        """The memory that all graphs use in turn."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
 
 
 class _Cohort:
     """One cohort's round: its stacked trees, and how far each client has to go."""
 
-    def __init__(self, bench: Bench, round: int, works: Sequence[Work]) -> None:
-        self.bench, self.round, self.works = bench, round, works
+    def __init__(self, engine: Stacked, bench: Bench, round: int, works: Sequence[Work], store: Store | None) -> None:
+        self.engine, self.bench, self.round, self.works, self.store = engine, bench, round, works, store
         self.clients = [work.client for work in works]
-        self.phases = bench.phases(round)
+        self.watched = Watched.of(dataclasses.replace(bench.task, round=round))
+        self.phases = bench.phases(round, self.watched)
         train = bench.data.train
         self.sizes = [train.sizes[k] for k in self.clients]
         self.steps = [bench.steps(k, self.phases) for k in self.clients]
-        self.x, self.y = train.x, train.y
-        self.down = tree.stack([work.down for work in works])
-        rows, per_sample = max(self.sizes), bench.method.per_sample
-        self.memory = tree.stack([tree.fit_rows(work.memory, per_sample, rows) for work in works])
-        self.site = {  # what differs between clients; the samples themselves lie in one shared array
-            "index": train.rows(self.clients, max(self.sizes)),
-            "samples": self.x.new_tensor(self.sizes),
-            "steps": self.x.new_tensor(self.steps),
+        self.x, self.y, self.dtype, self.device = train.x, train.y, bench.task.net.dtype, train.y.device
+        self.down = tree.stack_shared([work.down for work in works])
+        self.planned = engine.way != "plain"
+        self.rows = max(train.sizes if self.planned else self.sizes)
+        per_sample = bench.method.per_sample
+        if store is not None:
+            self.memory = store.gather(self.clients, per_sample, self.rows)
+        else:
+            self.memory = tree.stack([tree.fit_rows(work.memory, per_sample, self.rows) for work in works])
+        self.site: Tree = {  # what differs between clients; the samples themselves lie in one shared array
+            "index": train.rows(self.clients, self.rows),
+            "samples": torch.tensor(self.sizes, dtype=self.dtype, device=self.device),
+            "steps": torch.tensor(self.steps, dtype=self.dtype, device=self.device),
         }
-        self.total = self.x.new_zeros(len(works))
+        if bench.varied:
+            self.site["fields"] = {
+                name: torch.tensor([values[k] for k in self.clients], dtype=self.dtype, device=self.device)
+                for name, values in bench.varied.items()
+            }
+        self.total = torch.zeros(len(works), dtype=self.dtype, device=self.device)
+
+    def method(self, site: Tree) -> Method:
+        """The method as one client of the stack has it."""
+        return self.bench.method_at({n: v for n, v in site.get("fields", {}).items() if n != "lr"})
+
+    def phase(self, site: Tree, number: int) -> Phase:
+        """One of the phases as one client of the stack has it."""
+        return program.phase_of(self.bench, self.method(site), self.task(site), number)
+
+    def _enter(self, site: Tree, local: Tree, number: int) -> Tree:
+        enter = self.phase(site, number).enter
+        assert enter is not None
+        return enter(self.task(site), local)
+
+    def rate(self, phase: Phase) -> Tensor | None:
+        """The clients' learning rates, where they differ and the phase does not say its own."""
+        return self.site.get("fields", {}).get("lr") if phase.lr is None else None
 
     def task(self, site: Tree) -> Task:
         """The task as one client of the stack sees it (inside `vmap`)."""
-        return self.bench.at(self.round, Site(self.x, self.y, site["index"], site["samples"], site["steps"]))
+        place = Site(self.x, self.y, site["index"], site["samples"], site["steps"])
+        return dataclasses.replace(self.bench.at(self.round, place), **program.own(site))
 
     def run(self) -> None:
         method = self.bench.method
         with torch.no_grad():
-            local = _over_clients(lambda s, d, m: method.begin(self.task(s), d, m), self.site, self.down, self.memory)
-        for phase, epochs in self.phases:
-            local = self._steps(phase, epochs, local) if method.step is not None else self._phase(phase, epochs, local)
+            local = over_clients(
+                lambda s, d, m: self.method(s).begin(self.task(s), d, m), self.site, self.down, self.memory
+            )
+        for number, (phase, epochs) in enumerate(self.phases):
+            if phase.enter is not None and method.step is None:
+                with torch.no_grad():
+                    local = over_clients(lambda s, mine, at=number: self._enter(s, mine, at), self.site, local)
+            arena = self.engine.arena(self, number, phase, epochs, local) if self.planned else None
+            if arena is not None:
+                local = arena.run(self, epochs, local)
+            elif method.step is not None:
+                local = self._steps(phase, epochs, local)
+            else:
+                local = self._phase(number, phase, epochs, local)
         with torch.no_grad():
-            self.up, self.kept = _over_clients(
-                lambda s, d, m, local: method.finish(self.task(s), d, m, local),
+            self.up, self.kept = over_clients(
+                lambda s, d, m, local: self.method(s).finish(self.task(s), d, m, local),
                 self.site,
                 self.down,
                 self.memory,
                 local,
             )
 
-    def done(self, row: int) -> Done:
-        loss = float(self.total[row]) / max(1, self.steps[row])
-        up, memory = tree.unstack(self.up, row), tree.unstack(self.kept, row)
-        memory = tree.fit_rows(memory, self.bench.method.per_sample, self.sizes[row])
-        return Done(self.clients[row], up, memory, loss, self.steps[row], self.sizes[row])
+    def done(self) -> list[Done]:
+        """Every client's result; the one moment at which the host waits for the device."""
+        finite = tree.finite_rows(len(self.works), self.up, self.kept)
+        per_sample = self.bench.method.per_sample
+        kept: list[Tree] = [{} for _ in self.works]
+        if self.store is not None:
+            self.store.scatter(self.clients, self.kept, per_sample, self.sizes)
+        else:
+            kept = [
+                tree.fit_rows(memory, per_sample, n)
+                for memory, n in zip(tree.rows(self.kept, len(self.works)), self.sizes, strict=True)
+            ]
+        ups = tree.rows(self.up, len(self.works))
+        totals, good = torch.stack([self.total.double(), finite.to(self.total.device).double()]).tolist()
+        return [
+            Done(client, up, memory, total / max(1, steps), steps, size, bool(ok))
+            for client, up, memory, total, steps, size, ok in zip(
+                self.clients, ups, kept, totals, self.steps, self.sizes, good, strict=True
+            )
+        ]
 
-    def _phase(self, phase: Phase, epochs: int, local: Tree) -> Tree:
-        bench, method = self.bench, self.bench.method
-        if phase.enter is not None:
-            enter = phase.enter
-            with torch.no_grad():
-                local = _over_clients(lambda s, mine: enter(self.task(s), mine), self.site, local)
+    def signature(self, phase: Phase, epochs: int, local: Tree) -> tuple[Any, ...]:
+        """What a program of this phase depends on, besides the method and the model."""
+        loss = phase.loss or self.bench.method.loss
+        names = tuple(self.bench.moving(phase)[0])
+        shapes = tuple((name, leaf.shape[1:], leaf.dtype) for name, leaf in tree.leaves(local))
+        sgd = dataclasses.replace(self.bench.sgd(phase), lr=0.0)
+        return getattr(loss, "__qualname__", repr(loss)), phase.model, names, epochs, sgd, shapes, self.rows
+
+    def _phase(self, number: int, phase: Phase, epochs: int, local: Tree) -> Tree:
+        bench = self.bench
         names, moving_buffers = bench.moving(phase)
         start: Params = local[phase.model]
         names = [n for n in names if n in start]
         weights = {name: start[name].detach().clone() for name in names}
         buffers = {name: start[name].detach().clone() for name in bench.task.net.buffers if name in start}
         fixed = {name: value for name, value in start.items() if name not in weights and name not in buffers}
-        loss_of = phase.loss or method.loss
 
         def objective(weights: Params, buffers: Params, fixed: Params, local: Tree, site: Tree, b: Tree) -> Any:
             params = {**fixed, **weights, **{name: value.clone() for name, value in buffers.items()}}
-            loss = loss_of(self.task(site), params, local, _batch(b))
+            loss_of = program.loss_of(bench, self.method(site), self.task(site), number)
+            loss = loss_of(self.task(site), params, local, as_batch(b))
             return loss, {name: params[name] for name in buffers}
 
         def step(weights: Params, buffers: Params, fixed: Params, local: Tree, site: Tree, b: Tree) -> Any:
             grads, (loss, moved) = grad_and_value(objective, has_aux=True)(weights, buffers, fixed, local, site, b)
-            return method.correct(self.task(site), local, grads), loss.detach(), moved
+            return self.method(site).correct(self.task(site), local, grads), loss.detach(), moved
 
         def look(weights: Params, buffers: Params, fixed: Params, local: Tree, site: Tree, b: Tree) -> Any:
             loss, moved = objective(weights, buffers, fixed, local, site, b)
             return {}, loss.detach(), moved
 
-        sgd = bench.sgd(phase)
+        sgd, lr = bench.sgd(phase), self.rate(phase)
         state = sgd.init(list(weights.values()))
         before = tree.clone({**weights, **buffers}) if phase.after_epoch is not None else {}
-        per_epoch = torch.tensor([bench.plan.steps(n, 1) for n in self.sizes], device=self.x.device)
-        for number, (active, batch) in enumerate(self._batches(epochs), start=1):
+        per_epoch = torch.tensor([bench.plan.steps(n, 1) for n in self.sizes], device=self.device)
+        for count, (active, batch) in enumerate(self._batches(epochs), start=1):
             head = _rows(active)
             now, kept = tree.map(head, weights), tree.map(head, buffers)
             args = (tree.map(head, t) for t in (fixed, local, self.site))
-            grads, loss, moved = _over_clients(step if names else look, now, kept, *args, batch)
+            grads, loss, moved = over_clients(step if names else look, now, kept, *args, batch)
             if names:
-                sgd.update(list(now.values()), [grads[n] for n in names], [head(s) for s in state])
+                rate = None if lr is None else lr[:active]
+                sgd.update(list(now.values()), [grads[n] for n in names], [head(s) for s in state], rate)
             for name, value in moved.items():
                 kept[name].copy_(value)
             self.total[:active] += loss
             if phase.after_epoch is not None:
-                ended = number % per_epoch[:active] == 0
-                self._end_epoch(
-                    phase.after_epoch, ended, tree.map(head, before), {**now, **kept}, tree.map(head, fixed)
-                )
+                ended = count % per_epoch[:active] == 0
+                self.end_epoch(number, ended, tree.map(head, before), {**now, **kept}, tree.map(head, fixed))
         trained = {**weights, **{n: buffers[n] for n in moving_buffers if n in buffers}}
         return {**local, phase.model: {name: trained.get(name, value) for name, value in start.items()}}
 
-    def _end_epoch(
-        self, after: Callable[..., Params], ended: Tensor, before: Params, now: Params, fixed: Params
-    ) -> None:
+    def end_epoch(self, number: int, ended: Tensor, before: Params, now: Params, fixed: Params) -> None:
         """For the clients whose epoch has ended: the phase's new values in place, and those as the next epoch's start."""
 
         def renew(site: Tree, before: Params, now: Params, fixed: Params, ended: Tensor) -> Params:
+            after = self.phase(site, number).after_epoch
+            assert after is not None
             new = {**now, **after(self.task(site), {**fixed, **before}, {**fixed, **now})}
             return {name: torch.where(ended, new[name], now[name]) for name in now}
 
         with torch.no_grad():
             site = tree.map(_rows(len(ended)), self.site)
-            for name, value in _over_clients(renew, site, before, now, fixed, ended).items():
+            for name, value in over_clients(renew, site, before, now, fixed, ended).items():
                 now[name].copy_(value)
                 shape = (-1, *[1] * (value.ndim - 1))
                 before[name].copy_(torch.where(ended.reshape(shape), value, before[name]))
 
     def _steps(self, phase: Phase, epochs: int, local: Tree) -> Tree:
         """A phase of a method that brings its own whole step."""
-        method = self.bench.method
-        step = method.step
-        assert step is not None
         local = tree.clone(local)
         for active, batch in self._batches(epochs):
             now = tree.map(_rows(active), local)
             site = tree.map(_rows(active), self.site)
-            new, loss = _over_clients(lambda s, mine, b: step(self.task(s), mine, _batch(b)), site, now, batch)
+            new, loss = over_clients(
+                lambda s, mine, b: _step(self.method(s))(self.task(s), mine, as_batch(b)), site, now, batch
+            )
             tree.map(lambda old, value: old.copy_(value), now, new)
             self.total[:active] += loss.detach()
         return local
 
+    def lengths(self, epochs: int) -> list[int]:
+        """How many steps of a phase each client takes, the longest first."""
+        return [self.bench.plan.steps(n, epochs) for n in self.sizes]
+
+    def tables(self, epochs: int, width: int) -> dict[str, Tensor]:
+        """A phase's batches: `rows` are places in the shared array, `index` among the client's own samples."""
+        found = self.bench.plan.tables(self.round, self.clients, self.sizes, epochs, width, self.device)
+        starts = torch.tensor([self.bench.data.train.starts[k] for k in self.clients], device=self.device)
+        return {
+            "rows": found.index + starts[:, None],
+            "index": found.index,
+            "mask": found.real.to(self.dtype),
+            "key": found.key,
+        }
+
     def _batches(self, epochs: int) -> Iterator[tuple[int, Tree]]:
         """For each step: how many clients still work, and their batches, padded to one width."""
-        plan, device = self.bench.plan, self.x.device
-        width = min(plan.batch_size, max(self.sizes))
-        clients = list(zip(self.clients, self.sizes, strict=True))
-        plans = [plan.batches(self.round, k, n, epochs, width) for k, n in clients]
-        longest = len(plans[0])
-        index = np.full((longest, len(plans), width), -1, dtype=np.int64)
-        keys = np.zeros((longest, len(plans)), dtype=np.int64)
-        for i, mine in enumerate(plans):
-            index[: len(mine), i] = mine
-            keys[: len(mine), i] = plan.step_keys(self.round, self.clients[i], len(mine))
-        starts = np.array([self.bench.data.train.starts[k] for k in self.clients])[:, None]
-        lengths = np.array([len(mine) for mine in plans])
-        real = torch.from_numpy(index >= 0).to(device, self.x.dtype)
-        within = torch.from_numpy(np.maximum(index, 0)).to(device)
-        rows_of = torch.from_numpy(np.maximum(index, 0) + starts).to(device)
-        key = torch.from_numpy(keys).to(device)
-        for s in range(longest):
-            active = int((lengths > s).sum())
-            rows = rows_of[s, :active]
-            batch = {"x": self.x[rows], "y": self.y[rows], "index": within[s, :active], "key": key[s, :active]}
-            if (index[s, :active] < 0).any():
-                batch["mask"] = real[s, :active]
+        width = min(self.bench.plan.batch_size, max(self.sizes))
+        tables = self.tables(epochs, width)
+        full = tables["mask"].all(2).cpu().numpy()
+        for s, active in enumerate(program.each_step(self.lengths(epochs))):
+            rows = tables["rows"][s, :active]
+            batch = {"x": self.x[rows], "y": self.y[rows]}
+            batch.update({name: tables[name][s, :active] for name in ("index", "key")})
+            if not full[s, :active].all():
+                batch["mask"] = tables["mask"][s, :active]
             yield active, batch
+
+
+class _Arena:
+    """A phase's fixed memory, and its programs for a few numbers of rows."""
+
+    def __init__(self, engine: Stacked, cohort: _Cohort, number: int, phase: Phase, epochs: int, local: Tree) -> None:
+        bench, method = cohort.bench, cohort.bench.method
+        self.engine, self.rows, self.phase = engine, len(cohort.works), phase
+        names, self.moving_buffers = bench.moving(phase)
+        start: Params = {} if method.step is not None else local[phase.model]
+        self.names = tuple(n for n in names if n in start)
+        net, sizes = bench.task.net, bench.data.train.sizes
+        self.buffers = tuple(n for n in net.buffers if n in start)
+        self.width = min(bench.plan.batch_size, max(sizes))
+        self.masked = any(n % self.width for n in sizes)
+        self.longest = bench.plan.steps(max(sizes), epochs)
+        self.definition = Definition(bench, cohort.watched, number, self.names, bench.sgd(phase), cohort.x)
+        self.source = {"x": cohort.x.tensors(), "y": cohort.y}
+        self.programs: dict[int, Program] = {}
+        self.counter = torch.zeros(1, dtype=torch.int64, device=cohort.device)
+        wanted = self._wanted(cohort, local)
+        self.unused: frozenset[str] = frozenset()
+        self._look(cohort, wanted)
+        self.mine = self._room(wanted, self.rows)
+        self.tables = self._table_room(cohort, self.rows)
+
+    def _wanted(self, cohort: _Cohort, local: Tree) -> Tree:
+        """What the step works on, as the phase finds it."""
+        rows, dtype = len(cohort.works), cohort.dtype
+        lr = cohort.rate(self.phase)
+        if lr is None:
+            lr = torch.full((rows,), self.definition.sgd.lr, dtype=dtype, device=cohort.device)
+        mine: Tree = {"site": cohort.site, "total": cohort.total, "lr": lr, "local": local}
+        if cohort.bench.method.step is not None:
+            return mine
+        start: Params = local[self.phase.model]
+        mine["weights"] = {n: start[n] for n in self.names}
+        mine["buffers"] = {n: start[n] for n in self.buffers}
+        mine["fixed"] = {n: v for n, v in start.items() if n not in mine["weights"] and n not in mine["buffers"]}
+        mine["momentum"] = dict(mine["weights"]) if self.definition.sgd.momentum else {}
+        return mine
+
+    def _room(self, like: Tree, rows: int) -> Tree:
+        """Memory for so many clients; what the step does not read gets none."""
+        flat = {}
+        for name, leaf in tree.leaves(like):
+            if name in self.unused:
+                flat[name] = leaf.new_zeros(1).expand(rows, *leaf.shape[1:])
+            else:
+                flat[name] = program.last_dimension_fast(leaf, rows)
+        return tree.fill(tree.outline(like), flat)
+
+    def _table_room(self, cohort: _Cohort, rows: int) -> dict[str, Tensor]:
+        shape, device = (self.longest, rows, self.width), cohort.device
+        room = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in ("rows", "index")}
+        room["key"] = torch.zeros(shape[:2], dtype=torch.int64, device=device)
+        room["live"] = torch.zeros(shape[:2], dtype=torch.bool, device=device)
+        if self.masked:
+            room["mask"] = torch.ones(shape, dtype=cohort.dtype, device=device)
+        return room
+
+    def _look(self, cohort: _Cohort, wanted: Tree) -> None:
+        """Trace the step for one client: what it reads, which convolutions it meets, and how much memory it takes."""
+        engine, cuda = self.engine, cohort.device.type == "cuda"
+        one = tree.map(lambda leaf: leaf[:1].clone(), wanted)
+        tables = self._table_room(cohort, 1)
+        graph, names = program.trace(self.definition, one, tables, self.source, self.counter)
+        holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        unread = {name for name, node in zip(names, holders, strict=False) if not node.users}
+        prefix = f"mine{tree.SEPARATOR}"
+        self.unused = frozenset(name.removeprefix(prefix) for name in unread if name.startswith(prefix))
+        if not cuda:
+            return
+        engine.choices.measure(cohort.device, engine.exact, self.rows)
+        flat = [*tree.flatten({"mine": one, "tables": tables, "source": self.source}).values(), self.counter]
+        with torch.no_grad():
+            torch.cuda.synchronize(cohort.device)
+            before = torch.cuda.memory_allocated(cohort.device)
+            torch.cuda.reset_peak_memory_stats(cohort.device)
+            graph(*flat)
+            torch.cuda.synchronize(cohort.device)
+        taken = torch.cuda.max_memory_allocated(cohort.device) - before
+        used = sum(leaf[:1].nbytes for name, leaf in tree.leaves(wanted) if name not in self.unused)
+        engine.bytes_a_client = max(engine.bytes_a_client, float(taken + used))
+        free = torch.cuda.mem_get_info(cohort.device)[0] + torch.cuda.memory_reserved(cohort.device) - before
+        fits = int(SPARE * free / engine.bytes_a_client)
+        if self.rows > max(1, fits):
+            raise TooMany(max(1, fits))
+
+    def run(self, cohort: _Cohort, epochs: int, local: Tree) -> Tree:
+        """The phase for a cohort: load, replay, and read the result."""
+        wanted, method, n = self._wanted(cohort, local), cohort.bench.method, len(cohort.works)
+        lengths = self._load_tables(cohort, epochs)
+        self._load(wanted, n)
+        sizes = program.levels(self.rows)
+        for level in sorted({program.fitting(sizes, active) for active in program.each_step(lengths)}):
+            if level not in self.programs:
+                self._build(level)
+                self._load(wanted, n)
+        per_epoch = [cohort.bench.plan.steps(size, 1) for size in cohort.sizes]
+        after, mine = self.phase.after_epoch, self.mine
+        before = tree.clone({**mine["weights"], **mine["buffers"]}) if after is not None else {}
+        self.counter.zero_()
+        for number, active in enumerate(program.each_step(lengths), start=1):
+            self.programs[program.fitting(sizes, active)].run()
+            ended = [number % length == 0 for length in per_epoch[:active]]
+            if after is not None and any(ended):
+                head = _rows(active)
+                now = tree.map(head, {**mine["weights"], **mine["buffers"]})
+                fixed = {n: v[:active] for n, v in wanted["fixed"].items()}
+                marks = torch.tensor(ended, device=cohort.device)
+                cohort.end_epoch(self.definition.number, marks, tree.map(head, before), now, fixed)
+        cohort.total = mine["total"][:n].clone()
+        if method.step is not None:
+            return tree.map(lambda leaf: leaf[:n].clone(), mine["local"])
+        moved = {
+            **mine["weights"],
+            **{name: mine["buffers"][name] for name in self.moving_buffers if name in self.buffers},
+        }
+        start: Params = local[self.phase.model]
+        trained = {
+            name: moved[name][:n].clone(memory_format=torch.contiguous_format) if name in moved else value
+            for name, value in start.items()
+        }
+        return {**local, self.phase.model: trained}
+
+    def _load_tables(self, cohort: _Cohort, epochs: int) -> list[int]:
+        """The round's batches; rows without a client, or past its last step, are not live and get samples all the same."""
+        found, lengths = cohort.tables(epochs, self.width), cohort.lengths(epochs)
+        steps, n = found["key"].shape
+        after = torch.arange(steps, device=cohort.device)[:, None] < torch.tensor(lengths, device=cohort.device)
+        found["mask"] = torch.where(after.unsqueeze(2), found["mask"], 1)
+        self.tables["live"].zero_()
+        for name, table in {**found, "live": after}.items():
+            if name in self.tables:
+                self.tables[name][:steps, :n].copy_(table)
+        return lengths
+
+    def _load(self, wanted: Tree, n: int) -> None:
+        room = tree.flatten(self.mine)
+        for name, leaf in tree.leaves(wanted):
+            if name.startswith(f"momentum{tree.SEPARATOR}"):
+                room[name].zero_()
+            elif name not in self.unused:
+                room[name][:n].copy_(leaf)
+
+    def _build(self, level: int) -> None:
+        engine = self.engine
+        mine, tables = tree.map(_rows(level), self.mine), {name: t[:, :level] for name, t in self.tables.items()}
+        wanted: program.Level = "compiled" if engine.way == "compiled" else "traced"
+        pool = engine.pool if self.counter.is_cuda else None
+        given = (self.definition, mine, tables, self.source, self.counter)
+        try:
+            self.programs[level] = program.build(*given, wanted, pool)
+        except Exception as error:
+            if wanted == "traced" or isinstance(error, torch.cuda.OutOfMemoryError):
+                raise
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            say(f"the step runs without being compiled: {reason}")
+            engine.way = "traced"
+            self.programs[level] = program.build(*given, "traced", pool)
+        engine.choices.seconds += self.programs[level].seconds
+
+
+@contextlib.contextmanager
+def _precision(exact: bool) -> Iterator[None]:
+    """Products of float32 numbers in TF32 on a GPU that has it, or exactly."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest" if exact else "high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def way_of(bench: Bench, compile: CompileName, fast: bool) -> Way:
+    """How steps are run: on a CPU one by one from Python, on a GPU traced; compiled where it was asked for or will pay."""
+    if not fast or (bench.task.net.device.type != "cuda" and compile != "on"):
+        return "plain"
+    sizes = bench.data.train.sizes
+    longest = sum(bench.plan.steps(max(sizes), epochs) for _, epochs in bench.phases(1))
+    return (
+        "compiled"
+        if compile == "on" or (longest * bench.task.rounds >= WORTH_COMPILING and compile == "auto")
+        else "traced"
+    )
 
 
 def refusal(bench: Bench) -> str | None:
@@ -238,7 +564,7 @@ def refusal(bench: Bench) -> str | None:
         alone = grad_and_value(objective, has_aux=True)(weights, rest, x[:2], key, None)
         stacks = (tree.stack([t, t]) for t in (weights, rest))
         step = grad_and_value(objective, has_aux=True)
-        both = _over_clients(step, *stacks, *(torch.stack([t, t]) for t in (x, key, mask)))
+        both = over_clients(step, *stacks, *(torch.stack([t, t]) for t in (x, key, mask)))
     except Exception as error:
         return str(error).strip().splitlines()[0]
     (g1, (v1, b1)), (g2, (v2, b2)) = alone, both
@@ -248,15 +574,10 @@ def refusal(bench: Bench) -> str | None:
     return None
 
 
+def _step(method: Method) -> Callable[..., Any]:
+    assert method.step is not None
+    return method.step
+
+
 def _rows(active: int) -> Callable[[Tensor], Tensor]:
     return lambda t: t[:active]
-
-
-def _batch(b: Tree) -> Batch:
-    return Batch(b["x"], b["y"], b["index"], b["key"], b.get("mask"))
-
-
-def _over_clients(f: Callable[..., Any], *trees: Any) -> Any:
-    """`vmap` over the leading axis; a tree without leaves has no axis, so it is left out of the mapping."""
-    dims = tuple(0 if not isinstance(t, dict) or next(tree.leaves(t), None) is not None else None for t in trees)
-    return vmap(f, in_dims=dims, randomness="error")(*trees)

@@ -79,7 +79,7 @@ class FedGen(FedAvg):
 
     def send(self, task: Task, server: Tree, client: int) -> Tree:
         """w, G and p̂."""
-        return dict(server)
+        return {name: server[name] for name in ("params", "generator", "labels")}
 
     def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
         """w ← w_t, with G and p̂ at hand."""

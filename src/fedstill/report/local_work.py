@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..experiment import Training
@@ -13,15 +14,20 @@ if TYPE_CHECKING:
     from ..simulation import Run
 
 
+FEW = 6  # methods up to which all are named
+
+
 def work(method: Method, task: Task | None, training: Training) -> str:
     """The epochs of each phase, and what moves in it.
 
-    `5` for one phase as the experiment says; `10 (head) + 1 (body)` for FedRep.
+    `5` for one phase as the experiment says; `10 (head) + 1 (body)` for FedRep. Epochs that are drawn by round: their mean.
     """
     if task is None:
         return str(training.epochs)
-    phases = method.phases(task)
-    return " + ".join(f"{epochs}{_what(phase, task)}" for phase, epochs in _with_epochs(phases, training))
+    found = [method.phases(replace(task, round=t)) for t in range(1, task.rounds + 1)]  # they may be drawn by round
+    columns = [[epochs for _, epochs in _with_epochs(phases, training)] for phases in found]
+    means = [sum(column) / len(column) for column in zip(*columns, strict=True)]
+    return " + ".join(f"{mean:.3g}{_what(phase, task)}" for phase, mean in zip(found[-1], means, strict=True))
 
 
 def work_lines(runs: Mapping[str, Sequence[Run]]) -> tuple[str, list[str]]:
@@ -33,7 +39,11 @@ def work_lines(runs: Mapping[str, Sequence[Run]]) -> tuple[str, list[str]]:
         momenta = {p.momentum for p in run.method.phases(run._task)} - {None} if run._task is not None else set()
         for momentum in sorted(m for m in momenta if m is not None and m != run.training.momentum):
             own.setdefault(momentum, []).append(label)
-    said = "; ".join(f"{text} for {', '.join(labels)}" for text, labels in works.items())
+    most = max(works, key=lambda text: len(works[text]), default="")
+    several = len(works.get(most, [])) > FEW and len(works) > 1
+    named = {text: labels for text, labels in works.items() if not several or text != most}
+    said = "; ".join(f"{text} for {', '.join(labels)}" for text, labels in named.items())
+    said += f"; {most} for the others" if several else ""
     first = next(iter(runs.values()))[0].training
     epochs = f"{next(iter(works))} local epochs" if len(works) == 1 else f"local epochs ({said})"
     lines = [f"momentum {first.momentum:g}; {m:g} for {', '.join(labels)}" for m, labels in own.items()]

@@ -74,7 +74,7 @@ def _numbers(run: Run) -> dict[str, Any]:
     )  # fmt: skip
     found = {**{name: record[name] for name in names if name in record}, **scores.numbers(run)}
     joins = {"newcomers": list(run.newcomers)} if run.newcomers else {}
-    return {**found, **joins, "seconds": seconds(run), "engine": run.engine}
+    return {**found, **joins, "seconds": seconds(run), "engine": run.engine, "round_cost": run.cost.said()}
 
 
 def _means(runs: Sequence[Run]) -> dict[str, Any]:

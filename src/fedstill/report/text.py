@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +10,15 @@ import numpy as np
 
 from .. import scores, settings
 from ..evaluate import Evaluation
+from ..server.rules import Rule
+from . import costs
+from .costs import NONE
 from .local_work import work_lines
 
 if TYPE_CHECKING:
     from ..data import Federation
     from ..experiment import Experiment
     from ..simulation import Run
-
-NONE = "–"
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Row:
     further: dict[str, Stat]  # scores beside these, by the names of `scores.words`
     seconds: float
     serves: bool  # it has no personal model: the generic one serves every client
+    cost: dict[str, float | None]  # of a participant's round: steps, flops, bytes; None where it is not known
     best: bool = False
 
 
@@ -145,6 +147,7 @@ def _row(label: str, runs: Sequence[Run]) -> Row:
         further={name: stat_of([f[name] for f in further]) for name in further[0] if all(name in f for f in further)},
         seconds=float(np.mean([seconds(run) for run in runs])),
         serves="personal" not in runs[0].method.scores,
+        cost=costs.means([run.cost for run in runs]),
     )
 
 
@@ -189,15 +192,18 @@ def columns(found: Sequence[Row]) -> list[tuple[str, list[str]]]:
     out = [
         column("method", lambda row: row.label + (" *" if row.best else "")),
         column("personal %", lambda row: row.personal.percent()),
-        column("worst 10 % of clients", lambda row: row.worst.percent()),
+        column("worst 10 %", lambda row: row.worst.percent()),
         column("per sample %", lambda row: row.sample.percent()),
         column("generic %", lambda row: row.generic.percent() if row.generic else NONE),
+        *costs.columns([row.cost for row in found]),
         column("seconds", lambda row: f"{row.seconds:.1f}"),
     ]
+    last = next(i for i, (heading, _) in enumerate(out) if heading == "generic %")
     for name, heading in FURTHER.items():
         if any(name in row.further for row in found):
+            last += 1
             cells = [row.further[name].percent() if name in row.further else NONE for row in found]
-            out.insert(-1, (heading, cells))
+            out.insert(last, (heading, cells))
     return [*out, column("seeds", lambda row: str(row.seeds))] if many else out
 
 
@@ -206,7 +212,7 @@ def notes(runs: Sequence[Run], found: Sequence[Row], facts: Facts = UNKNOWN) -> 
     training, newcomers = runs[0].training, runs[0].newcomers
     many = any(row.seeds > 1 for row in found)
     spread = "± standard deviation over " + ("seeds (n − 1); seconds per seed" if many else "clients")
-    lines = [f"personal %: {Evaluation()}; {spread}"]
+    lines = [f"personal %: {Evaluation()}; {spread}", "worst 10 %: mean of the worst tenth of clients"]
     if newcomers:
         those = (
             ", ".join(map(str, newcomers)) if len(newcomers) <= 10 and not many else f"{len(newcomers)}, by the seed,"
@@ -226,11 +232,23 @@ def notes(runs: Sequence[Run], found: Sequence[Row], facts: Facts = UNKNOWN) -> 
         lines.append(f"{', '.join(serving)}: no personal model, so the generic one serves every client")
     if any(row.best for row in found):
         lines.append("* best personal accuracy")
+    lines += costs.notes({label: same[0].cost for label, same in grouped(runs).items()}, [row.cost for row in found])
     lines += [facts_line(facts)] if facts.data or facts.model else []
     epochs, differing = work_lines(grouped(runs))
+    engines = " or ".join(sorted({run.engine for run in runs}))
     rounds = f"{training.rounds} rounds, participation {training.participation:g}, {epochs}"
-    lines.append(f"{rounds}, batch {training.batch_size}, lr {training.lr:g}; engine {runs[0].engine}")
-    return [*lines, *differing]
+    lines.append(f"{rounds}, batch {training.batch_size}, lr {training.lr:g}; engine {engines}")
+    return [*lines, *differing, *server_lines(grouped(runs))]
+
+
+def server_lines(groups: Mapping[str, Sequence[Run]]) -> list[str]:
+    """A line for each rule of the server, where it is not the plain mean."""
+    found: dict[str, list[str]] = {}
+    for label, (run, *_) in groups.items():
+        rule = Rule.of(run.method, run.training)
+        if rule is not None:
+            found.setdefault(rule.words(), []).append(label)
+    return [f"server {words}: {', '.join(labels)}" for words, labels in found.items()]
 
 
 def facts_line(facts: Facts) -> str:
@@ -248,11 +266,15 @@ def facts_line(facts: Facts) -> str:
 def table(runs: Sequence[Run], facts: Facts = UNKNOWN) -> str:
     """The results as plain, aligned text."""
     found = rows(runs)
-    cells = columns(found)
+    return "\n".join([*aligned(columns(found)), "", *notes(runs, found, facts)])
+
+
+def aligned(cells: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+    """Columns, each with its heading, as lines."""
     widths = [max(len(heading), *map(len, texts)) for heading, texts in cells]
     lines = [_line([heading for heading, _ in cells], widths), "  ".join("─" * width for width in widths)]
-    lines += [_line([texts[i] for _, texts in cells], widths) for i in range(len(found))]
-    return "\n".join([*(line.rstrip() for line in lines), "", *notes(runs, found, facts)])
+    lines += [_line([texts[i] for _, texts in cells], widths) for i in range(len(cells[0][1]))]
+    return [line.rstrip() for line in lines]
 
 
 def _line(texts: Sequence[str], widths: Sequence[int]) -> str:

@@ -66,7 +66,7 @@ def averaged(run: Run, on: On = "clients", mean: Literal["weighted", "uniform"] 
 
 def _tests(run: Run, on: str) -> Pair:
     """All samples of that test set."""
-    data = run.trainer.bench.data
+    data = run.trainer.data
     if on == "common":
         if data.common is None:
             raise InputError("on", on, "'clients': this federation has no common test set")
@@ -74,7 +74,7 @@ def _tests(run: Run, on: str) -> Pair:
     if on != "clients":
         raise InputError("on", on, "'clients' or 'common'")
     if not run.newcomers:
-        return data.test.x, data.test.y
+        return data.test.x[:], data.test.y
     parts = [data.test.of(k) for k in run.clients]
     return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
 

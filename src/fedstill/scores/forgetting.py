@@ -18,7 +18,7 @@ import numpy as np
 
 from ..edge.controller import Controller
 from ..edge.model_store import ModelStore
-from ..edge.trainer import EngineName, Trainer, Work
+from ..edge.trainer import Trainer, Work
 from ..method import Method
 from ..task import Task
 from ..transport import Order, Reply
@@ -47,17 +47,16 @@ class Watching(Controller):
 
     def __init__(self, method: Method, trainer: Trainer, store: ModelStore) -> None:
         super().__init__(method, trainer, store)
-        engine: EngineName = "stacked" if trainer.name == "stacked" else "one"
-        self.watched = Trainer(dataclasses.replace(trainer.bench, method=_watched(method)), engine, trainer.cohort)
+        self.watched = trainer.over(dataclasses.replace(trainer.bench, method=_watched(method)))
 
     def _train(self, orders: Sequence[Order]) -> Iterator[Reply]:
         task = dataclasses.replace(self.trainer.bench.task, round=orders[0].round)
         downloaded = self.trainer.score("test", [(order.client, self._downloaded(task, order)) for order in orders])
-        sizes = self.trainer.bench.data.test.sizes
-        works = [Work(order.client, order.down, self.store.get(order.client)) for order in orders]
-        for order, before, done in zip(orders, downloaded, self.watched.train(orders[0].round, works), strict=True):
+        sizes = self.trainer.data.test.sizes
+        works = [Work(order.client, order.down) for order in orders]
+        trained = self.watched.train(orders[0].round, works, self.store)
+        for order, before, done in zip(orders, downloaded, trained, strict=True):
             up = {name: part for name, part in done.up.items() if name != TRAINED}
-            self.store.put(order.client, done.memory)
             (after,) = self.trainer.score("test", [(order.client, done.up[TRAINED])])
             report = {"loss": done.loss, "steps": float(done.steps), "samples": float(done.samples)}
             seen = {"downloaded": before, "trained": after, "tests": sizes[order.client]}
@@ -68,7 +67,7 @@ class Watching(Controller):
         received = order.down.get("params", {})
         if received.keys() >= set(task.net.names):
             return {name: received[name] for name in task.net.names}
-        return {**self.method.personal(task, order.down, self.store.get(order.client)), **received}
+        return {**self.personal(order), **received}
 
 
 class Forgetting:

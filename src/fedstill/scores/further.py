@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from ..batch import Batch
-from ..edge.trainer import EngineName, Trainer, Work
+from ..edge.trainer import Trainer, Work
 from ..errors import InputError, TrainingError
 from ..evaluate import worst_tenth
 from ..method import Method, Phase
@@ -61,7 +61,7 @@ def newcomers(plan: Plan, clients: int, wanted: int) -> tuple[int, ...]:
 def fine_tuned(run: Run, epochs: int, part: Part = "head") -> dict[str, Any]:
     """The clients' accuracies on their own tests after `epochs` more, named as a round's record names the personal ones."""
     rates = _trained(run, run.clients, epochs, part)
-    sizes = [run.trainer.bench.data.test.sizes[k] for k in run.clients]
+    sizes = [run.trainer.data.test.sizes[k] for k in run.clients]
     return {
         "fine_tuned": float(np.mean(rates)),
         "fine_tuned_sample": float(np.average(rates, weights=sizes)),
@@ -93,8 +93,7 @@ def _trained(run: Run, clients: Sequence[int], epochs: int, part: Part) -> list[
         raise InputError("part", part, "'head' or 'all'")
     bench = dataclasses.replace(run.trainer.bench, method=Further(made_by=run.method, epochs=epochs, part=part))
     bench.method.phases(bench.task)  # refuses a head that the model does not have
-    engine: EngineName = "stacked" if run.engine == "stacked" else "one"
-    trainer = Trainer(bench, engine, run.trainer.cohort)
+    trainer = run.trainer.over(bench)
     together = run.trainer.cohort or count(run.task.clients, run.training.participation)
     rates = []
     for first in range(0, len(clients), together):
@@ -112,7 +111,7 @@ def _trained(run: Run, clients: Sequence[int], epochs: int, part: Part) -> list[
 
 
 def _rates(run: Run, trainer: Trainer, models: Sequence[tuple[int, Params]]) -> list[float]:
-    sizes = run.trainer.bench.data.test.sizes
+    sizes = run.trainer.data.test.sizes
     return [hit / sizes[k] for hit, (k, _) in zip(trainer.score("test", models), models, strict=True)]
 
 

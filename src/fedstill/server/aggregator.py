@@ -12,6 +12,7 @@ from ..method import Method
 from ..task import Task
 from ..transport import Order, Reply, Transport
 from ..tree import Tree
+from .rules import Rule
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Aggregator:
 
     deadline: float | None = None
     minimum: int = 1
+    rule: Rule | None = None  # what the server makes of the mean; None: the mean itself
 
     def collect(self, transport: Transport, orders: Sequence[Order]) -> list[Reply]:
         """The replies to these orders that came in time, by ascending client. Strays from earlier rounds are dropped."""
@@ -37,6 +39,15 @@ class Aggregator:
 
     def merge(self, method: Method, task: Task, server: Tree, replies: Sequence[Reply]) -> Tree:
         """The server's next state; unchanged where too few replied."""
+        self.check(task, replies)
+        if len(replies) < self.minimum:
+            return server
+        ups, weights = [r.up for r in replies], [r.report["samples"] for r in replies]
+        merged = method.merge(task, server, ups, weights, [r.client for r in replies])
+        return merged if self.rule is None else self.rule.follow(server, merged)
+
+    def check(self, task: Task, replies: Sequence[Reply]) -> None:
+        """Stop where training has diverged."""
         for reply in replies:
             loss = reply.report["loss"]
             if not math.isfinite(loss) or not reply.report.get("finite", 1.0):
@@ -44,7 +55,3 @@ class Aggregator:
                 raise TrainingError(
                     f"round {reply.round}, client {reply.client}: {what}; a smaller lr (now {task.lr:g}) usually helps"
                 )
-        if len(replies) < self.minimum:
-            return server
-        ups, weights = [r.up for r in replies], [r.report["samples"] for r in replies]
-        return method.merge(task, server, ups, weights, [r.client for r in replies])

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from ..evaluate import Scores, summary
 from ..method import Method
@@ -18,15 +20,18 @@ from ..task import Task
 from ..transport import Order, Reply, Transport
 from ..tree import Tree
 from .aggregator import Aggregator
-from .sampler import Sampler, uniform
+from .sampler import Memory, Sampler, uniform
+from .schedule import Schedule
+from .traffic import each, split, traffic
 
 Record: TypeAlias = dict[str, Any]
 CommonScore: TypeAlias = Callable[[Tree], float | None]
+Course: TypeAlias = Generator["list[Order] | tuple[Tree, Record]", "list[Reply] | None", None]
 
 
 @dataclass(frozen=True)
 class Coordinator:
-    """One run's rounds. `per_round` clients are asked each round; scores are taken every `eval_every` rounds and at the end."""
+    """One run's rounds. `per_round` clients are wanted each round; scores are taken every `eval_every` rounds and at the end."""
 
     method: Method
     task: Task
@@ -40,6 +45,10 @@ class Coordinator:
     common: CommonScore = lambda generic: None  # the generic model's accuracy on a test set that belongs to nobody
     away: frozenset[int] = frozenset()  # clients that are neither trained nor scored
     watch: Callable[[Sequence[Reply]], Record] = lambda replies: {}  # what else a record says of a round's replies
+    samples: Sequence[int] = ()  # training samples of each client, where they are known
+    candidates: int = 0  # d of the sampler power-of-choice
+    memory: Memory = field(default_factory=Memory)  # what the sampler may go by
+    schedule: Schedule | None = None  # simulated time; None: whoever answers is merged
 
     def present(self) -> list[int]:
         """Clients that can be asked."""
@@ -47,43 +56,118 @@ class Coordinator:
 
     def rounds(self, server: Tree, first: int = 1) -> Iterator[tuple[Tree, Record]]:
         """Run rounds `first` … T from a server state; after each: the new state and the round's record."""
+        course = self.course(server, first)
+        at = next(course, None)
+        while at is not None:
+            if isinstance(at, list):
+                self.transport.dispatch(at)
+                training = at[0].kind == "train" if at else False
+                replies = (self.aggregator if training else Aggregator()).collect(self.transport, at)
+                at = course.send(replies)
+            else:
+                yield at
+                at = next(course, None)
+
+    def course(self, server: Tree, first: int = 1) -> Course:
+        """The rounds as a conversation: gives orders and is sent the replies to them; after each round (server, record).
+
+        So several runs can go side by side, their orders carried out together.
+        """
         for t in range(first, self.task.rounds + 1):
             began = time.perf_counter()
             task = dataclasses.replace(self.task, round=t)
-            cohort = self.sampler(self.plan, t, self.present(), self.per_round)
+            cohort = self.cohort(t)
             orders = [Order("train", t, k, self.method.send(task, server, k)) for k in cohort]
-            self.transport.dispatch(orders)
-            replies = self.aggregator.collect(self.transport, orders)
+            carried, asked = self.transport.seconds, time.perf_counter()
+            said = (yield self._carried_out(t, orders)) or []
+            waited = time.perf_counter() - asked
+            answers = [reply for reply in said if "refused" not in reply.report]
+            replies, timed = self._in_time(task, orders, answers, [r.client for r in said if "refused" in r.report])
             server = self.aggregator.merge(self.method, task, server, replies)
+            took = time.perf_counter() - began
             weights = [r.report["steps"] for r in replies]
             losses = [r.report["loss"] * w for r, w in zip(replies, weights, strict=True)]
             record: Record = {
                 "round": t,
                 "participants": [r.client for r in replies],
-                "missing": sorted(set(cohort) - {r.client for r in replies}),
+                "missing": sorted(set(cohort) - {r.client for r in replies if r.round == t}),
                 "loss": sum(losses) / max(1.0, sum(weights)),
                 "steps": int(sum(weights)),
-                "train_seconds": time.perf_counter() - began,
-                **self.watch(replies),
+                **traffic(orders, answers),
+                "train_seconds": took,
+                **split(self.transport.seconds - carried, waited, took),
+                **self.watch(answers),
+                **timed,
+                **self._remembered(cohort, replies),
             }
+            self.memory.take(record)
             if t % self.eval_every == 0 or t == self.task.rounds:
-                record.update(self.score(server, t))
+                record.update((yield from self.score(server, t)))
             record["seconds"] = time.perf_counter() - began
             yield server, record
 
-    def score(self, server: Tree, round: int) -> Record:
+    def cohort(self, round: int) -> list[int]:
+        """Who is asked in a round, ascending."""
+        alive = self.present()
+        known = max([len(self.samples), *(k + 1 for k in alive)])
+        samples = np.ones(known, dtype=np.int64)
+        samples[: len(self.samples)] = self.samples
+        availability, wanted = np.ones(known), self.per_round
+        if self.schedule is not None:
+            alive, wanted = self.schedule.present(round, alive), self.schedule.trigger.ask(wanted)
+            availability = self.schedule.clock.devices.availability
+        scene = self.memory.scene(self.plan, round, alive, samples, availability, self.candidates)
+        return sorted(int(k) for k in self.sampler(scene, wanted))
+
+    def _carried_out(self, round: int, orders: list[Order]) -> list[Order]:
+        """The orders that anybody works on: in simulated time, who drops out is known beforehand and need not train."""
+        if self.schedule is None:
+            return orders
+        workers = set(self.schedule.workers(round, [order.client for order in orders]))
+        return [order for order in orders if order.client in workers]
+
+    def _in_time(
+        self, task: Task, orders: Sequence[Order], answers: Sequence[Reply], refused: list[int]
+    ) -> tuple[Sequence[Reply], Record]:
+        """The replies to merge, and what the record says of time."""
+        if self.schedule is None:
+            return answers, {"refused": refused} if refused else {}
+        self.aggregator.check(task, answers)  # the late ones, too
+        asked = [order.client for order in orders]
+        sent = dict(zip([r.client for r in answers], each(r.up for r in answers), strict=True))
+        gone = sorted(set(asked) - set(sent) - set(refused))
+        down, up = np.array(each(o.down for o in orders), float), np.array([sent.get(k, 0) for k in asked], float)
+        work = epochs(self.method, task)
+        outcome = self.schedule.close(task.round, asked, self.per_round, work, down, up, gone, refused)
+        replies = self.schedule.take(outcome, answers)
+        abandoned = len(replies) < self.aggregator.minimum
+        return replies, {**outcome.record(), "abandoned": abandoned, "timeline": outcome.timeline()}
+
+    def _remembered(self, cohort: list[int], replies: Sequence[Reply]) -> Record:
+        """What a sampler may go by later, where it is not the one that needs nothing."""
+        if self.sampler is uniform:
+            return {}
+        return {"asked": cohort, "losses": {str(r.client): r.report["loss"] for r in replies if r.report["steps"]}}
+
+    def score(self, server: Tree, round: int) -> Generator[list[Order], list[Reply] | None, Record]:
         """Every client's models on its own data, and the generic model on the common test set."""
         task = dataclasses.replace(self.task, round=round)
         generic = self.method.generic(task, server) if "generic" in self.method.scores else None
         found: Record = {}
         for part in self.parts:
-            orders = [
+            replies = yield [
                 Order("score", round, k, self.method.send(task, server, k), generic, part) for k in self.present()
             ]
-            self.transport.dispatch(orders)
-            scores = Scores.read(Aggregator().collect(self.transport, orders), self.method.scores)
+            scores = Scores.read(replies or [], self.method.scores)
             found.update(summary(scores, "" if part == self.parts[0] else f"{part}_"))
         common = self.common(generic) if generic is not None else None
         if common is not None:
             found["generic_common"] = common
         return found
+
+
+def epochs(method: Method, task: Task) -> tuple[float, float]:
+    """The epochs of a client's round: of the model that goes up (`params`), and of any other, which is its own."""
+    found = [(phase.model, task.epochs if phase.epochs is None else phase.epochs) for phase in method.phases(task)]
+    generic, personal = ([n for model, n in found if (model == "params") is side] for side in (True, False))
+    return float(sum(generic)), float(sum(personal))

@@ -38,6 +38,8 @@ class Reply:
 class Transport(Protocol):
     """Carries orders to edges and replies back."""
 
+    seconds: float  # spent so far on carrying messages, while no client was at work
+
     def dispatch(self, orders: Sequence[Order]) -> None:
         """Send orders out; does not wait."""
 

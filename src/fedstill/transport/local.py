@@ -13,11 +13,12 @@ from . import Order, Reply, wire
 class LocalTransport:
     """Carries orders to one controller that stands for all clients.
 
-    With `through_wire` every message is turned into bytes and back, as it would be between machines.
+    With `through_wire` every message is turned into bytes and back, as it would be between machines; only that takes `seconds`.
     """
 
     def __init__(self, controller: Controller, clients: int, through_wire: bool = False) -> None:
         self.controller, self.clients, self.through_wire = controller, clients, through_wire
+        self.seconds = 0.0
         self._waiting: list[Order] = []
 
     def dispatch(self, orders: Sequence[Order]) -> None:
@@ -40,14 +41,20 @@ class LocalTransport:
     def _travel_down(self, order: Order) -> Order:
         if not self.through_wire:
             return order
+        began = time.perf_counter()
         arrived = wire.decode(wire.encode(order), Order)
         device = self.controller.trainer.bench.data.train.x.device
         generic = None if arrived.generic is None else tree.to(arrived.generic, device)
-        return Order(arrived.kind, arrived.round, arrived.client, tree.to(arrived.down, device), generic, arrived.part)
+        down = tree.to(arrived.down, device)
+        self.seconds += time.perf_counter() - began
+        return Order(arrived.kind, arrived.round, arrived.client, down, generic, arrived.part)
 
     def _travel_up(self, reply: Reply) -> Reply:
         if not self.through_wire:
             return reply
+        began = time.perf_counter()
         arrived = wire.decode(wire.encode(reply), Reply)
         device = self.controller.trainer.bench.data.train.x.device
-        return Reply(arrived.kind, arrived.round, arrived.client, tree.to(arrived.up, device), arrived.report)
+        up = tree.to(arrived.up, device)
+        self.seconds += time.perf_counter() - began
+        return Reply(arrived.kind, arrived.round, arrived.client, up, arrived.report)

@@ -1,0 +1,227 @@
+"""The command `costs`: what a round of each method costs, as the first paper's Tables 10 and 11 have it."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .. import accounting, flags, settings, simulation
+from ..accounting import Cost
+from ..data import Federation
+from ..data.federation import Client
+from ..edge.flops import Only
+from ..errors import InputError, Shown, nearest
+from ..experiment import Experiment
+from ..method import Method
+from ..methods import METHODS, get
+from ..report import published
+from ..report.costs import NONE, scaled
+from ..report.text import Facts, aligned, facts_line
+from ..server.coordinator import Record
+from ..server.traffic import SPLIT
+from ..settings import setting
+from ..simulation import Progress
+from .job import plan
+from .live import watch
+from .screen import say
+
+ROUNDS = 4  # enough for every method to send what it sends for good; the first is not timed
+FIELDS = tuple(
+    field.name
+    for field in settings.fields_of(Experiment)
+    if field.metadata["group"] != "scores" and field.name not in ("eval_every", "checkpoint_every")
+)
+WIDTH = 118  # of the notes
+Columns = list[tuple[str, list[str]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The command's own flags."""
+
+    time: bool = setting(True, "train some rounds and measure the time; off: only count FLOPs and bytes", group="costs")
+
+
+def _parser(methods: dict[str, type[Method]]) -> flags.Parser:
+    """The command's flags, with those of these methods."""
+    parser = flags.Parser(
+        "costs",
+        "What a round of each method costs: seconds by where they go (communication, clients, server), and for one participant "
+        "SGD steps, FLOPs, bytes. METHOD 'all' is every method. A few rounds are trained to take the time (--rounds; the first "
+        "is left out); with --no-time only two clients with two samples each are, which is quick for large models, too. In the "
+        f"first paper's setting ({published.COMMAND}) its Tables 10 and 11 stand beside ours.",
+        "METHOD…",
+        (
+            "fedstill costs fedavg pfedsd per-fedavg pfedme",
+            "fedstill costs all --model resnet18 --batch-size 64 --no-time",
+            f"fedstill costs fedavg fedfomo pfedsd {published.COMMAND} --no-time",
+        ),
+    )
+    flags.add(parser, Asked)
+    flags.add_methods(parser, methods, Experiment)
+    flags.add(parser, Experiment, FIELDS)
+    return parser
+
+
+def costs(argv: Sequence[str]) -> None:
+    """`fedstill costs`."""
+    given, words = _parser(METHODS).read(argv)
+    if "help" in given:
+        _parser({name: METHODS[name] for name in words if name in METHODS} or METHODS).print_help()
+        return
+    if not words:
+        right = f"one or more methods {nearest('', METHODS)}, or all: fedstill costs METHOD…"
+        raise InputError("method", Shown("nothing"), right)
+    chosen = METHODS if "all" in words else {name: get(name) for name in words}
+    asked = Asked(**flags.take(Asked, given))
+    given = {name: value for name, value in given.items() if name != "time"}
+    with flags.named(given):
+        job = plan([cls() for cls in chosen.values()], Experiment(rounds=ROUNDS), given, "costs")
+        _measure(job.experiments, asked.time)
+
+
+def _measure(experiments: dict[str, Experiment], timed: bool) -> None:
+    first = next(iter(experiments.values()))
+    federation = simulation.federation_of(first)
+    experiments = {label: dataclasses.replace(e, eval_every=e.rounds) for label, e in experiments.items()}
+    few = dataclasses.replace(federation, clients=tuple(map(_few, federation.clients)), test=None, external=None)
+    for experiment in experiments.values():
+        simulation.from_experiment(experiment, few)  # every refusal comes before the first round
+    sizes = tuple(len(client.y_train) for client in federation.clients)
+    found = {}
+    with watch(list(experiments), first.rounds) as shown:
+        for label, experiment in experiments.items():
+            shown.start(label)
+
+            def tell(record: Record, label: str = label) -> None:
+                shown.step(label, 0, {"round": record["round"]})  # accuracies are not what is asked for
+
+            found[label] = _trained(experiment, federation, tell) if timed else _counted(experiment, few, sizes, tell)
+    theirs = published.applies(first, federation.shape, federation.classes)
+    if timed:
+        _print(_times(found, theirs), _time_notes(first, theirs))
+    notes = [*_notes(found, theirs), facts_line(Facts.of(first, federation))]
+    if not theirs:
+        notes.append(f"the first paper's Tables 10 and 11 stand beside ours with {published.COMMAND}")
+    elif differing := published.apart(first, len(federation)):
+        notes.append(f"not as in the paper: {', '.join(differing)}")
+    _print(_amounts(found, theirs), notes)
+
+
+def _print(cells: Columns, notes: Sequence[str]) -> None:
+    """A table, and what is said about it."""
+    told = [line for note in notes for line in textwrap.wrap(note, WIDTH, subsequent_indent="  ")]
+    say("\n".join(["", *aligned(cells), "", *told]))
+
+
+def _trained(experiment: Experiment, federation: Federation, tell: Progress) -> Cost:
+    """By training; messages are turned into bytes and back, as between machines."""
+    ready, _ = simulation.from_experiment(experiment, federation)
+    run = ready.run(progress=tell, through_wire=True)
+    return _at_last(run.cost, run.history[-1])
+
+
+def _counted(experiment: Experiment, few: Federation, sizes: tuple[int, ...], tell: Progress) -> Cost:
+    """By some rounds of two clients with two samples each, for the state and the messages; the work by the real sizes."""
+    two = 2 / len(few) if len(few) > 2 else 1.0
+    run = simulation.run(
+        dataclasses.replace(experiment, participation=two, epochs=1, engine="one"), federation=few, progress=tell
+    )
+    bench = run.trainer.bench
+    task = dataclasses.replace(bench.task, epochs=experiment.epochs)
+    sized = Only(dataclasses.replace(bench.data.train, sizes=sizes))
+    return _at_last(accounting.cost(run, dataclasses.replace(bench, task=task, data=sized)), run.history[-1])
+
+
+def _few(client: Client) -> Client:
+    """Two samples of each part, all zeros: as good as others for what is counted, and nothing diverges."""
+    cut = {name: None if part is None else part[:2] for name, part in vars(client).items()}
+    black = {name: torch.zeros_like(part) for name, part in cut.items() if part is not None and name[0] == "x"}
+    return Client(**{**cut, **black})  # type: ignore[arg-type]
+
+
+def _at_last(cost: Cost, record: Record) -> Cost:
+    """With the bytes of the last round, when everything is sent that a method sends for good."""
+    return dataclasses.replace(cost, bytes_down=record["bytes_down"], bytes_up=record["bytes_up"])
+
+
+def _times(found: dict[str, Cost], theirs: bool) -> Columns:
+    whole = {label: sum(cost.seconds.values()) for label, cost in found.items()}
+    out: Columns = [("method", list(found)), ("s a round", [f"{seconds:.2f}" for seconds in whole.values()])]
+    for name in SPLIT:
+        shares = [f"{100 * cost.seconds[name] / whole[label]:.1f}" for label, cost in found.items()]
+        out.append((f"{name} %", shares))
+    if theirs:
+        out.append(("paper: s", [published.cell(label, "{row.seconds:.2f}") for label in found]))
+        for i, name in enumerate(SPLIT):
+            out.append((f"{name} %", [published.cell(label, f"{{row.shares[{i}]:.1f}}") for label in found]))
+    return out
+
+
+def _time_notes(experiment: Experiment, theirs: bool) -> list[str]:
+    told = [
+        f"a whole round, mean of rounds 2 to {experiment.rounds}"
+        if experiment.rounds > 1
+        else "a whole round, the first",
+        "communication: messages turned into bytes and back in this process, no network; client: all participants' work, "
+        "however it is spread over cores or stacked; server: sampling, sending, merging",
+    ]
+    more = "the paper's times are those of its machines; only the shares and the order can be compared"
+    return [*told, more] if theirs else told
+
+
+def _amounts(found: dict[str, Cost], theirs: bool) -> Columns:
+    flops = {label: cost.flops for label, cost in found.items()}
+    forward = [None if f is None or not f.total else 100 * f.forward / f.total for f in flops.values()]
+    out: Columns = [
+        ("method", list(found)),
+        scaled("steps", [cost.steps for cost in found.values()], plain=True),
+        scaled("FLOPs", [None if f is None else f.total for f in flops.values()]),
+        ("forward %", [NONE if share is None else f"{share:.0f}" for share in forward]),
+    ]
+    base = flops.get("fedavg")
+    if base is not None and len(found) > 1:
+        out.append(("× fedavg", [NONE if f is None else f"{f.total / base.total:.2f}" for f in flops.values()]))
+    for heading, values in (
+        ("B down", [cost.bytes_down for cost in found.values()]),
+        ("B up", [cost.bytes_up for cost in found.values()]),
+        (" numbers", [_numbers(cost) for cost in found.values()]),
+    ):
+        out.append(scaled(heading, values))
+    if theirs:
+        out.append(('paper: "MB"', [published.cell(label, "{row.megabytes:.2f}") for label in found]))
+        out.append(('"GFLOPs"', [published.cell(label, "{flops}") for label in found]))
+        out.append(
+            ("ours by its rule", [NONE if (g := _by_rule(cost)) is None else f"{g:.2f}" for cost in found.values()])
+        )
+    return out
+
+
+def _numbers(cost: Cost) -> float | None:
+    return None if cost.numbers_down is None or cost.numbers_up is None else cost.numbers_down + cost.numbers_up
+
+
+def _by_rule(cost: Cost) -> float | None:
+    """10⁹ multiply-adds as the paper counts them: a training step is three forward passes."""
+    if cost.work is None:
+        return None
+    steps, outside = sum(phase.forward for phase in cost.work.phases), cost.work.begin + cost.work.finish
+    return (3 * steps + outside.forward) / 2e9
+
+
+def _notes(found: dict[str, Cost], theirs: bool) -> list[str]:
+    sizes = {cost.samples for cost in found.values() if cost.samples is not None}
+    told = f"one participant in a round, a client of mean size ({', '.join(map(str, sorted(sizes)))} samples)"
+    lines = [
+        f"{told}; kB = 1,000 bytes, numbers down + up, both in the last round",
+        "FLOPs: matrix products, convolutions (2 a multiply-add) and Fourier transforms, counted on the method's own steps; not "
+        "elementwise work (losses, activations, SGD, terms on weights), the server's, or scoring",
+    ]
+    lines += [
+        f"{label}: FLOPs could not be counted ({cost.uncounted})" for label, cost in found.items() if cost.uncounted
+    ]
+    return [*lines, *published.counted(found)] if theirs else lines

@@ -1,0 +1,104 @@
+"""The System Monitor: how a device is, and whether it takes on work. A device may refuse; the round then goes on without it.
+
+At a real site the numbers come from the machine (`psutil` where it is installed, else what the standard library knows); in a
+simulation they are drawn from (seed, round, client), about the means that the profile gives.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from .. import plan
+from ..clock import LEVELS, Clock
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a device is. Shares are between 0 and 1; what cannot be found out is as good as it can be."""
+
+    battery: float = 1.0  # charge; 1 also where it hangs on the mains
+    load: float = 0.0  # share of the processor that is in use
+    memory: float = 1.0  # share of the memory that is free
+    network: float = float("inf")  # bytes a second; 0: no link
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a device must have to take on work."""
+
+    battery: float = 0.0  # at least
+    load: float = 1.0  # at most
+    memory: float = 0.0  # at least
+    network: float = 0.0  # more than this
+
+    def refusal(self, status: Status) -> str | None:
+        """Why the device refuses; None: it accepts."""
+        if status.battery < self.battery:
+            return f"battery at {status.battery:.0%}, below {self.battery:.0%}"
+        if status.load > self.load:
+            return f"load at {status.load:.0%}, above {self.load:.0%}"
+        if status.memory < self.memory:
+            return f"{status.memory:.0%} of the memory free, below {self.memory:.0%}"
+        if status.network <= self.network:
+            return "the network is too slow" if status.network else "no network"
+        return None
+
+
+class Monitor(Protocol):
+    """Answers for the devices behind a controller."""
+
+    def refusal(self, round: int, client: int) -> str | None:
+        """Why this client refuses to work in this round; None: it accepts."""
+
+
+@dataclass(frozen=True)
+class SimulatedMonitor:
+    """Devices of a profile: battery, load and memory are drawn evenly about their means, as widely as 0 and 1 allow."""
+
+    clock: Clock
+    policy: Policy
+
+    def status(self, round: int, client: int) -> Status:
+        """The device's state in a round."""
+        who, devices = np.array([client]), self.clock.devices
+        drawn = {}
+        for i, name in enumerate(LEVELS):
+            mean = float(getattr(devices, name)[client])
+            u = float(self.clock.uniform(plan.MONITOR, round, who, i)[0])
+            drawn[name] = mean + (2 * u - 1) * min(mean, 1 - mean)
+        return Status(**drawn, network=float(devices.uplink[client]))
+
+    def refusal(self, round: int, client: int) -> str | None:
+        """Why this client refuses; None: it accepts."""
+        return self.policy.refusal(self.status(round, client))
+
+
+@dataclass(frozen=True)
+class SystemMonitor:
+    """This machine."""
+
+    policy: Policy
+
+    def refusal(self, round: int, client: int) -> str | None:
+        """Why this machine refuses; None: it accepts."""
+        return self.policy.refusal(read())
+
+
+def read() -> Status:
+    """How this machine is now."""
+    try:
+        import psutil  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    except ImportError:
+        busy = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
+        return Status(load=min(1.0, busy))
+    battery = getattr(psutil, "sensors_battery", lambda: None)()
+    charge = 1.0 if battery is None or battery.power_plugged else battery.percent / 100
+    memory = psutil.virtual_memory()
+    links = [link for name, link in psutil.net_if_stats().items() if link.isup and not name.startswith("lo")]
+    speed = max((link.speed * 1e6 / 8 or float("inf") for link in links), default=0.0)  # 0 Mbit/s: not known
+    load = min(1.0, psutil.getloadavg()[0] / (psutil.cpu_count() or 1))
+    return Status(charge, load, memory.available / memory.total, speed)
