@@ -86,7 +86,7 @@ class Workload:
 
 WORKLOADS = {
     "mlp": Workload("MLP 784-128-10", 600, 20),
-    "cnn": Workload("CNN, two 5×5 convolutions (32, 64), fc 512", 640, 64),
+    "cnn": Workload("CNN, two 5×5 convolutions (32, 64) without padding, fc 512", 640, 64),
 }
 
 

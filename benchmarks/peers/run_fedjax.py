@@ -25,7 +25,7 @@ def forward(batch):
     x = batch["x"]
     if spec["workload"] == "cnn":
         for channels in (32, 64):
-            x = hk.max_pool(jax.nn.relu(hk.Conv2D(channels, 5, padding="SAME")(x)), (2, 2, 1), (2, 2, 1), "VALID")
+            x = hk.max_pool(jax.nn.relu(hk.Conv2D(channels, 5, padding="VALID")(x)), (2, 2, 1), (2, 2, 1), "VALID")
     layers = hk.nets.MLP((512 if spec["workload"] == "cnn" else 128, 10))
     return layers(x.reshape(len(x), -1))
 
