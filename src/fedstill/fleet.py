@@ -21,7 +21,7 @@ from . import plan, settings, tree
 from .data import Federation
 from .edge.data_manager import DataManager, Part, Samples
 from .edge.model_store import ModelStore
-from .edge.stacked import say
+from .edge.stage import say
 from .edge.trainer import Bench, Done, Work
 from .experiment import Experiment
 from .plan import Plan

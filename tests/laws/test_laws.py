@@ -43,9 +43,9 @@ def test_1_a_traced_program_equals_one(row: Row, model: str, traced, capsys) -> 
     for a, b in zip(one.history, program.history, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-10)
         assert a["personal_clients"] == b["personal_clients"]
-    arenas = list(program.trainer.engine._arenas.values())
-    assert arenas
-    assert all((arena is None) == asks_for_the_round(row.method) for arena in arenas)
+    stages = list(program.trainer.engine._stages.values())
+    assert stages
+    assert all((arena is None) == asks_for_the_round(row.method) for arena in stages)
     assert capsys.readouterr().err == ""  # nothing fell back
 
 

@@ -18,7 +18,8 @@ import fedstill as fs
 from fedstill import convolution, simulation, tree
 from fedstill.batch import Batch
 from fedstill.edge import program, stacked
-from fedstill.edge.stacked import Stacked, TooMany
+from fedstill.edge.stacked import Stacked
+from fedstill.edge.stage import Stage, TooMany
 from fedstill.edge.trainer import Work
 from fedstill.experiment import Training
 from fedstill.journal import Journal
@@ -62,8 +63,8 @@ def test_how_many_are_at_work(lengths: list[int]) -> None:
 
 
 # ---- the same numbers as step by step -------------------------------------------------------------------------------------
-def arenas(run: fs.Run) -> list[stacked._Arena | None]:
-    return list(run.trainer.engine._arenas.values())
+def arenas(run: fs.Run) -> list[Stage | None]:
+    return list(run.trainer.engine._stages.values())
 
 
 @pytest.mark.parametrize("model", ["normed", "convolved"])
@@ -108,7 +109,7 @@ def test_cohorts_of_other_sizes_later(traced) -> None:
     rows = []
     for round, clients in enumerate(([3, 1], [0, 2, 4, 5, 6], [6, 0, 1], [5]), start=1):
         found, right = (list(t.train(round, works(clients))) for t in (trainer, oracle))
-        (arena,) = trainer.engine._arenas.values()
+        (arena,) = trainer.engine._stages.values()
         rows.append(arena.rows)
         for a, b in zip(found, right, strict=True):
             assert (a.client, a.steps, a.samples, a.finite) == (b.client, b.steps, b.samples, b.finite)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,26 +28,13 @@ from ..method import Method, Phase
 from ..task import Site, Task
 from ..tree import Params, Tree
 from . import program
-from .program import Definition, Program, Watched, as_batch, over_clients
+from .program import Watched, as_batch, over_clients
+from .stage import Stage, TooMany, rows_of, say
 from .trainer import Bench, CompileName, Done, Store, Work
 
 ROWS = 32_768  # samples in one pass of scoring, over all clients
-SPARE = 0.85  # of the device's free memory is what a stack is allowed to take
 WORTH_COMPILING = 2_000  # steps of a run from which on compiling the step pays
 Way: TypeAlias = Literal["plain", "traced", "compiled"]
-
-
-class TooMany(Exception):
-    """So many clients do not fit into the device's memory."""
-
-    def __init__(self, fits: int) -> None:
-        super().__init__(f"only {fits} clients fit into memory at once")
-        self.fits = fits
-
-
-def say(line: str) -> None:
-    """One line for whoever watches."""
-    print(f"fedstill: {line}", file=sys.stderr, flush=True)
 
 
 @dataclass(eq=False)
@@ -59,7 +45,7 @@ class Stacked:
     exact: bool = False  # float32 products in full precision, no TF32
     choices: Choices = field(default_factory=Choices)
     bytes_a_client: float = 0.0  # of the device's memory that a step was seen to take
-    _arenas: dict[Any, _Arena | None] = field(default_factory=dict)
+    _stages: dict[Any, Stage | None] = field(default_factory=dict)
     _pool: Any = None
 
     def train(self, bench: Bench, round: int, works: Sequence[Work], store: Store | None = None) -> Iterator[Done]:
@@ -68,10 +54,10 @@ class Stacked:
             return
         sizes = bench.data.train.sizes
         order = sorted(range(len(works)), key=lambda i: (-bench.plan.steps(sizes[works[i].client], 1), i))
-        cohort: _Cohort | None = None
+        cohort: Cohort | None = None
         with _precision(self.exact):
             try:
-                cohort = _Cohort(self, bench, round, [works[i] for i in order], store)
+                cohort = Cohort(self, bench, round, [works[i] for i in order], store)
                 with torch.enable_grad():
                     cohort.run()
                 found = cohort.done()
@@ -83,7 +69,7 @@ class Stacked:
                 fits = 0
             if fits:
                 cohort = None
-                self._arenas.clear()
+                self._stages.clear()
                 torch.cuda.empty_cache()
                 raise TooMany(fits)
         place = {i: row for row, i in enumerate(order)}
@@ -111,26 +97,26 @@ class Stacked:
                 hits += (right & real).sum(1)
         return [int(h) for h in hits.tolist()]
 
-    def arena(self, cohort: _Cohort, number: int, phase: Phase, epochs: int, local: Tree) -> _Arena | None:
+    def stage(self, cohort: Cohort, number: int, phase: Phase, epochs: int, local: Tree) -> Stage | None:
         """The memory and programs of a phase; None where it has to go step by step."""
         key = (number, *cohort.signature(phase, epochs, local))
-        found = self._arenas.get(key)
+        found = self._stages.get(key)
         if found is not None and found.rows < len(cohort.works):
-            del self._arenas[key]
-        if key not in self._arenas:
+            del self._stages[key]
+        if key not in self._stages:
             began = time.perf_counter()
             try:
-                made = _Arena(self, cohort, number, phase, epochs, local)
+                made = Stage(self, cohort, number, phase, epochs, local)
                 # A step that asks for the round would have to be traced anew in every one: it goes step by step.
-                self._arenas[key] = None if cohort.watched.asked[0] else made
+                self._stages[key] = None if cohort.watched.asked[0] else made
             except (TooMany, torch.cuda.OutOfMemoryError):
                 raise
             except Exception as error:
                 reason = str(error).strip().splitlines() or [type(error).__name__]
                 say(f"phase {number + 1} runs step by step, its step could not be traced: {reason[0]}")
-                self._arenas[key] = None
+                self._stages[key] = None
             self.choices.seconds += time.perf_counter() - began
-        return self._arenas[key]
+        return self._stages[key]
 
     @property
     def pool(self) -> Any:
@@ -140,7 +126,7 @@ class Stacked:
         return self._pool
 
 
-class _Cohort:
+class Cohort:
     """One cohort's round: its stacked trees, and how far each client has to go."""
 
     def __init__(self, engine: Stacked, bench: Bench, round: int, works: Sequence[Work], store: Store | None) -> None:
@@ -195,6 +181,7 @@ class _Cohort:
         return dataclasses.replace(self.bench.at(self.round, place), **program.own(site))
 
     def run(self) -> None:
+        """Begin, every phase, finish."""
         method = self.bench.method
         with torch.no_grad():
             local = over_clients(
@@ -204,9 +191,9 @@ class _Cohort:
             if phase.enter is not None and method.step is None:
                 with torch.no_grad():
                     local = over_clients(lambda s, mine, at=number: self._enter(s, mine, at), self.site, local)
-            arena = self.engine.arena(self, number, phase, epochs, local) if self.planned else None
-            if arena is not None:
-                local = arena.run(self, epochs, local)
+            stage = self.engine.stage(self, number, phase, epochs, local) if self.planned else None
+            if stage is not None:
+                local = stage.run(self, epochs, local)
             elif method.step is not None:
                 local = self._steps(phase, epochs, local)
             else:
@@ -277,7 +264,7 @@ class _Cohort:
         before = tree.clone({**weights, **buffers}) if phase.after_epoch is not None else {}
         per_epoch = torch.tensor([bench.plan.steps(n, 1) for n in self.sizes], device=self.device)
         for count, (active, batch) in enumerate(self._batches(epochs), start=1):
-            head = _rows(active)
+            head = rows_of(active)
             now, kept = tree.map(head, weights), tree.map(head, buffers)
             args = (tree.map(head, t) for t in (fixed, local, self.site))
             grads, loss, moved = over_clients(step if names else look, now, kept, *args, batch)
@@ -303,7 +290,7 @@ class _Cohort:
             return {name: torch.where(ended, new[name], now[name]) for name in now}
 
         with torch.no_grad():
-            site = tree.map(_rows(len(ended)), self.site)
+            site = tree.map(rows_of(len(ended)), self.site)
             for name, value in over_clients(renew, site, before, now, fixed, ended).items():
                 now[name].copy_(value)
                 shape = (-1, *[1] * (value.ndim - 1))
@@ -313,8 +300,8 @@ class _Cohort:
         """A phase of a method that brings its own whole step."""
         local = tree.clone(local)
         for active, batch in self._batches(epochs):
-            now = tree.map(_rows(active), local)
-            site = tree.map(_rows(active), self.site)
+            now = tree.map(rows_of(active), local)
+            site = tree.map(rows_of(active), self.site)
             new, loss = over_clients(
                 lambda s, mine, b: _step(self.method(s))(self.task(s), mine, as_batch(b)), site, now, batch
             )
@@ -349,168 +336,6 @@ class _Cohort:
             if not full[s, :active].all():
                 batch["mask"] = tables["mask"][s, :active]
             yield active, batch
-
-
-class _Arena:
-    """A phase's fixed memory, and its programs for a few numbers of rows."""
-
-    def __init__(self, engine: Stacked, cohort: _Cohort, number: int, phase: Phase, epochs: int, local: Tree) -> None:
-        bench, method = cohort.bench, cohort.bench.method
-        self.engine, self.rows, self.phase = engine, len(cohort.works), phase
-        names, self.moving_buffers = bench.moving(phase)
-        start: Params = {} if method.step is not None else local[phase.model]
-        self.names = tuple(n for n in names if n in start)
-        net, sizes = bench.task.net, bench.data.train.sizes
-        self.buffers = tuple(n for n in net.buffers if n in start)
-        self.width = min(bench.plan.batch_size, max(sizes))
-        self.masked = any(n % self.width for n in sizes)
-        self.longest = bench.plan.steps(max(sizes), epochs)
-        self.definition = Definition(bench, cohort.watched, number, self.names, bench.sgd(phase), cohort.x)
-        self.source = {"x": cohort.x.tensors(), "y": cohort.y}
-        self.programs: dict[int, Program] = {}
-        self.counter = torch.zeros(1, dtype=torch.int64, device=cohort.device)
-        wanted = self._wanted(cohort, local)
-        self.unused: frozenset[str] = frozenset()
-        self._look(cohort, wanted)
-        self.mine = self._room(wanted, self.rows)
-        self.tables = self._table_room(cohort, self.rows)
-
-    def _wanted(self, cohort: _Cohort, local: Tree) -> Tree:
-        """What the step works on, as the phase finds it."""
-        rows, dtype = len(cohort.works), cohort.dtype
-        lr = cohort.rate(self.phase)
-        if lr is None:
-            lr = torch.full((rows,), self.definition.sgd.lr, dtype=dtype, device=cohort.device)
-        mine: Tree = {"site": cohort.site, "total": cohort.total, "lr": lr, "local": local}
-        if cohort.bench.method.step is not None:
-            return mine
-        start: Params = local[self.phase.model]
-        mine["weights"] = {n: start[n] for n in self.names}
-        mine["buffers"] = {n: start[n] for n in self.buffers}
-        mine["fixed"] = {n: v for n, v in start.items() if n not in mine["weights"] and n not in mine["buffers"]}
-        mine["momentum"] = dict(mine["weights"]) if self.definition.sgd.momentum else {}
-        return mine
-
-    def _room(self, like: Tree, rows: int) -> Tree:
-        """Memory for so many clients; what the step does not read gets none."""
-        flat = {}
-        for name, leaf in tree.leaves(like):
-            if name in self.unused:
-                flat[name] = leaf.new_zeros(1).expand(rows, *leaf.shape[1:])
-            else:
-                flat[name] = program.last_dimension_fast(leaf, rows)
-        return tree.fill(tree.outline(like), flat)
-
-    def _table_room(self, cohort: _Cohort, rows: int) -> dict[str, Tensor]:
-        shape, device = (self.longest, rows, self.width), cohort.device
-        room = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in ("rows", "index")}
-        room["key"] = torch.zeros(shape[:2], dtype=torch.int64, device=device)
-        room["live"] = torch.zeros(shape[:2], dtype=torch.bool, device=device)
-        if self.masked:
-            room["mask"] = torch.ones(shape, dtype=cohort.dtype, device=device)
-        return room
-
-    def _look(self, cohort: _Cohort, wanted: Tree) -> None:
-        """Trace the step for one client: what it reads, which convolutions it meets, and how much memory it takes."""
-        engine, cuda = self.engine, cohort.device.type == "cuda"
-        one = tree.map(lambda leaf: leaf[:1].clone(), wanted)
-        tables = self._table_room(cohort, 1)
-        graph, names = program.trace(self.definition, one, tables, self.source, self.counter)
-        holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        unread = {name for name, node in zip(names, holders, strict=False) if not node.users}
-        prefix = f"mine{tree.SEPARATOR}"
-        self.unused = frozenset(name.removeprefix(prefix) for name in unread if name.startswith(prefix))
-        if not cuda:
-            return
-        engine.choices.measure(cohort.device, engine.exact, self.rows)
-        flat = [*tree.flatten({"mine": one, "tables": tables, "source": self.source}).values(), self.counter]
-        with torch.no_grad():
-            torch.cuda.synchronize(cohort.device)
-            before = torch.cuda.memory_allocated(cohort.device)
-            torch.cuda.reset_peak_memory_stats(cohort.device)
-            graph(*flat)
-            torch.cuda.synchronize(cohort.device)
-        taken = torch.cuda.max_memory_allocated(cohort.device) - before
-        used = sum(leaf[:1].nbytes for name, leaf in tree.leaves(wanted) if name not in self.unused)
-        engine.bytes_a_client = max(engine.bytes_a_client, float(taken + used))
-        free = torch.cuda.mem_get_info(cohort.device)[0] + torch.cuda.memory_reserved(cohort.device) - before
-        fits = int(SPARE * free / engine.bytes_a_client)
-        if self.rows > max(1, fits):
-            raise TooMany(max(1, fits))
-
-    def run(self, cohort: _Cohort, epochs: int, local: Tree) -> Tree:
-        """The phase for a cohort: load, replay, and read the result."""
-        wanted, method, n = self._wanted(cohort, local), cohort.bench.method, len(cohort.works)
-        lengths = self._load_tables(cohort, epochs)
-        self._load(wanted, n)
-        sizes = program.levels(self.rows)
-        for level in sorted({program.fitting(sizes, active) for active in program.each_step(lengths)}):
-            if level not in self.programs:
-                self._build(level)
-                self._load(wanted, n)
-        per_epoch = [cohort.bench.plan.steps(size, 1) for size in cohort.sizes]
-        after, mine = self.phase.after_epoch, self.mine
-        before = tree.clone({**mine["weights"], **mine["buffers"]}) if after is not None else {}
-        self.counter.zero_()
-        for number, active in enumerate(program.each_step(lengths), start=1):
-            self.programs[program.fitting(sizes, active)].run()
-            ended = [number % length == 0 for length in per_epoch[:active]]
-            if after is not None and any(ended):
-                head = _rows(active)
-                now = tree.map(head, {**mine["weights"], **mine["buffers"]})
-                fixed = {n: v[:active] for n, v in wanted["fixed"].items()}
-                marks = torch.tensor(ended, device=cohort.device)
-                cohort.end_epoch(self.definition.number, marks, tree.map(head, before), now, fixed)
-        cohort.total = mine["total"][:n].clone()
-        if method.step is not None:
-            return tree.map(lambda leaf: leaf[:n].clone(), mine["local"])
-        moved = {
-            **mine["weights"],
-            **{name: mine["buffers"][name] for name in self.moving_buffers if name in self.buffers},
-        }
-        start: Params = local[self.phase.model]
-        trained = {
-            name: moved[name][:n].clone(memory_format=torch.contiguous_format) if name in moved else value
-            for name, value in start.items()
-        }
-        return {**local, self.phase.model: trained}
-
-    def _load_tables(self, cohort: _Cohort, epochs: int) -> list[int]:
-        """The round's batches; rows without a client, or past its last step, are not live and get samples all the same."""
-        found, lengths = cohort.tables(epochs, self.width), cohort.lengths(epochs)
-        steps, n = found["key"].shape
-        after = torch.arange(steps, device=cohort.device)[:, None] < torch.tensor(lengths, device=cohort.device)
-        found["mask"] = torch.where(after.unsqueeze(2), found["mask"], 1)
-        self.tables["live"].zero_()
-        for name, table in {**found, "live": after}.items():
-            if name in self.tables:
-                self.tables[name][:steps, :n].copy_(table)
-        return lengths
-
-    def _load(self, wanted: Tree, n: int) -> None:
-        room = tree.flatten(self.mine)
-        for name, leaf in tree.leaves(wanted):
-            if name.startswith(f"momentum{tree.SEPARATOR}"):
-                room[name].zero_()
-            elif name not in self.unused:
-                room[name][:n].copy_(leaf)
-
-    def _build(self, level: int) -> None:
-        engine = self.engine
-        mine, tables = tree.map(_rows(level), self.mine), {name: t[:, :level] for name, t in self.tables.items()}
-        wanted: program.Level = "compiled" if engine.way == "compiled" else "traced"
-        pool = engine.pool if self.counter.is_cuda else None
-        given = (self.definition, mine, tables, self.source, self.counter)
-        try:
-            self.programs[level] = program.build(*given, wanted, pool)
-        except Exception as error:
-            if wanted == "traced" or isinstance(error, torch.cuda.OutOfMemoryError):
-                raise
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            say(f"the step runs without being compiled: {reason}")
-            engine.way = "traced"
-            self.programs[level] = program.build(*given, "traced", pool)
-        engine.choices.seconds += self.programs[level].seconds
 
 
 @contextlib.contextmanager
@@ -577,7 +402,3 @@ def refusal(bench: Bench) -> str | None:
 def _step(method: Method) -> Callable[..., Any]:
     assert method.step is not None
     return method.step
-
-
-def _rows(active: int) -> Callable[[Tensor], Tensor]:
-    return lambda t: t[:active]

@@ -278,7 +278,7 @@ class Trainer:
 
     def _stacks(self, engine: Stacked, round: int, works: Sequence[Work], store: Store | None) -> Iterator[Done]:
         """As many clients at once as memory allows; the next ones' memories are fetched meanwhile."""
-        from .stacked import TooMany
+        from .stage import TooMany
 
         first = 0
         while first < len(works):
