@@ -183,7 +183,7 @@ def candidates(what: str, s: Shape, dtype: torch.dtype) -> list[str]:
         "input_grad": (s.batch * s.image[0] * s.image[1], s.channels, s.outputs),
         "weight_grad": (s.outputs, entries, pixels),
     }[what]
-    for bm, bn, bk, warps, stages, parts in TILES[what]:
+    for bm, bn, bk, warps, stages, parts in TILES[what] + (NARROW.get(what, ()) if s.channels < 16 else ()):
         bm, bn, bk = min(bm, _power(rows)), min(bn, _power(columns)), min(bk, _power(depth))
         text = f"triton {bm} {bn} {bk} {warps} {stages} {parts}"
         if text not in found:
@@ -200,6 +200,7 @@ TILES = {  # what was fastest for some layer of a CNN or a ResNet-18 on an H200,
         (64, 64, 64, 4, 3, 1), (128, 128, 64, 8, 3, 1), (32, 128, 64, 4, 3, 1), (32, 32, 64, 4, 3, 8), (32, 16, 64, 4, 3, 8),
     ),
 }  # fmt: skip
+NARROW = {"forward": ((128, 32, 128, 4, 2, 1),), "weight_grad": ((32, 128, 32, 4, 3, 8),)}  # besides, for few channels
 
 
 def _power(value: int) -> int:
@@ -323,8 +324,11 @@ def timings(what: str, s: Shape, dtype: torch.dtype, n: int, device: torch.devic
 def apply(way: str, what: str, a: Tensor, b: Tensor, s: Shape, exact: bool, bias: Tensor | None = None) -> Tensor:
     """One of the three operations in the given way; channels last, clients first. `bias` [n, O] is for the forward pass."""
     if way not in (GROUPED, PRODUCT):
-        out: Tensor = _triton(what, a, b, bias, _sizes(s), [int(v) for v in way.split()[1:]], exact)
-        return out
+        # A fourth channel of zeros for a pixel's three: four numbers of two bytes are one load.
+        wide = what == "weight_grad" and s.channels == 3 and a.element_size() == 2
+        given, shape = (F.pad(a, (0, 1)), dataclasses.replace(s, channels=4)) if wide else (a, s)
+        out: Tensor = _triton(what, given, b, bias, _sizes(shape), [int(v) for v in way.split()[1:]], exact)
+        return out[..., :3] if wide else out
     out = grouped(what, a, b, s) if way == GROUPED else product(what, a, b, s)
     return out if bias is None else out + bias[:, None, None, None].to(out.dtype)
 

@@ -319,13 +319,14 @@ class _Keyed(TorchFunctionMode):
         padding: Any = 0,
         dilation: Any = 1,
         ceil_mode: bool = False,
-    ) -> Tensor:
+        return_indices: bool = False,
+    ) -> Any:
         kernel, step, pad, spread = (
             (v, v) if isinstance(v, int) else tuple(v) for v in (kernel_size, stride or kernel_size, padding, dilation)
         )
         apart = kernel == step and pad == (0, 0) and spread == (1, 1) and not ceil_mode and input.ndim == 4
-        if self.lowering is None or not apart:
-            return F.max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode)
+        if self.lowering is None or not apart or return_indices:
+            return F.max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)  # type: ignore[call-overload]
         return max_pool(input, kernel)
 
     def batch_norm(
@@ -376,6 +377,7 @@ _HANDLERS: dict[Any, Callable[..., Tensor]] = {
     F.batch_norm: _Keyed.batch_norm,
     F.linear: _Keyed.linear,
     F.conv2d: _Keyed.conv2d,
+    F.max_pool2d: _Keyed.max_pool2d,
     torch.max_pool2d: _Keyed.max_pool2d,
 }
 

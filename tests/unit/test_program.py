@@ -88,6 +88,44 @@ def test_a_program_equals_the_plain_way_without_momentum_and_with_nesterov(monke
             assert distance(states(plain), states(run(fs.FedAvg(), "plain", engine="stacked", **how))) < 1e-12
 
 
+class Pools(nn.Module):
+    """Pooling as a module, as a function, and where windows overlap."""
+
+    head_modules = "out"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.pool, self.out = nn.Conv2d(1, 3, 3, padding=1), nn.MaxPool2d(2), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(torch.relu(self.conv(x.reshape(-1, 1, 6, 6))))  # zeros after ReLU: many windows are ties
+        x = nn.functional.max_pool2d(nn.functional.max_pool2d(x, 2, 1), 2)
+        return self.out(x.flatten(1))
+
+
+def test_pooling_has_a_gradient_of_its_own(traced, monkeypatch) -> None:
+    met, trace = [], program.trace
+
+    def look(*given):
+        graph, names = trace(*given)
+        met.append([str(node.target) for node in graph.graph.nodes if "max_pool" in str(node.target)])
+        return graph, names
+
+    monkeypatch.setattr(program, "trace", look)
+    g = torch.Generator().manual_seed(0)
+    parts = [(torch.randn(n, 36, generator=g), torch.arange(n) % 3) * 2 for n in (9, 4)]
+    data = fs.Federation.from_arrays(parts, classes=3)
+    model = Pools()
+    found = [
+        states(fs.simulate(fs.FedAvg(), model=model, data=data, engine=engine, **{**SETTINGS, "participation": 1.0}))
+        for engine in ("one", "stacked")
+    ]
+    assert met
+    assert all(sorted(set(names)) == [f"aten.max_pool2d_with_indices{end}.default" for end in ("", "_backward")]
+               and len(names) == 2 for names in met)  # the one that overlaps, forward and backward  # fmt: skip
+    assert distance(*found) < 1e-10
+
+
 def trainer_of(method: fs.Method, model: str = "normed", **changes):
     """A trainer, and a cohort's work of the first round."""
     how = Training(**{**SETTINGS, "engine": "stacked", **changes})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -194,6 +195,9 @@ class Stage:
             engine.way = "traced"
             self.programs[level] = program.build(*given, "traced", pool)
         engine.choices.seconds += self.programs[level].seconds
+        # Tracing leaves millions of objects behind, and Python would look through them again and again, 40 ms each time.
+        gc.collect()
+        gc.freeze()
 
 
 def rows_of(active: int) -> Callable[[Tensor], Tensor]:

@@ -18,9 +18,7 @@ def nbytes(sent: Tree, seen: dict[int, int] | None = None) -> int:
     """
     if seen is not None and id(sent) in seen:
         return seen[id(sent)]
-    found = sum(
-        nbytes(part, seen) if isinstance(part, dict) else part.numel() * part.element_size() for part in sent.values()
-    )
+    found = sum(nbytes(part, seen) if isinstance(part, dict) else part.nbytes for part in sent.values())
     if seen is not None:
         seen[id(sent)] = found
     return found
