@@ -51,9 +51,7 @@ def federation(clients: int, samples: int, shape: tuple[int, ...]) -> fs.Federat
 
 
 def measure(x: float, *, device: str, **setting: Any) -> Point:
-    """One point; on a CPU in a process of its own, whose peak memory is then the point's."""
-    if device == "cuda":
-        return point(x, device=device, **setting)
+    """One point, in a process of its own, whose peak memory is then the point's."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
         return alone.submit(point, x, device=device, **setting).result()
 

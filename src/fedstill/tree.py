@@ -120,12 +120,15 @@ def _together(entries: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[i
     first, last = min(columns), max(c + leaf.numel() for c, leaf in zip(columns, entries[0], strict=True))
     if last > width or last - first != sum(leaf.numel() for leaf in entries[0]):
         return None
+    size, start = base.element_size(), base.data_ptr()
+    apart = [(column - columns[0]) * size for column in columns]
     found = []
     for entry in entries:
-        row = entry[0].storage_offset() // width
-        for column, leaf in zip(columns, entry, strict=True):
-            if leaf._base is not base or leaf.storage_offset() != row * width + column or not leaf.is_contiguous():
-                return None
+        row, at = entry[0].storage_offset() // width, entry[0].data_ptr()
+        if entry[0]._base is not base or at != start + (row * width + columns[0]) * size:
+            return None
+        if any(leaf.data_ptr() != at + gap or not leaf.is_contiguous() for gap, leaf in zip(apart, entry, strict=True)):
+            return None
         found.append(base[row, first:last])
     return found, [column - first for column in columns]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import shutil
 from dataclasses import dataclass
@@ -76,6 +77,7 @@ def test_clients_leave_the_stack(model: str, traced, capsys) -> None:
     assert sorted(arena.programs) == [1, 2, 4, 7]
     assert arena.rows == 7
     assert capsys.readouterr().err == ""
+    assert gc.get_freeze_count() == 0  # what tracing left behind can be freed again
     assert distance(states(run(method, model, data, engine="one", **how)), states(program)) < 1e-10
     assert identical(states(run(method, model, data, engine="stacked", **how)), states(program))  # same seed, same bits
 

@@ -195,7 +195,8 @@ class Stage:
             engine.way = "traced"
             self.programs[level] = program.build(*given, "traced", pool)
         engine.choices.seconds += self.programs[level].seconds
-        # Tracing leaves millions of objects behind, and Python would look through them again and again, 40 ms each time.
+        # Tracing leaves millions of objects behind, and Python would look through them again and again, 40 ms each time:
+        # they are set aside until the run ends (`Trainer.close`).
         gc.collect()
         gc.freeze()
 

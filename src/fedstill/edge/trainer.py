@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import gc
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -251,6 +252,7 @@ class Trainer:
         """End worker processes, those of trainers made by `over` too; a later use starts new ones."""
         from .pool import Pool
 
+        gc.unfreeze()  # what programs set aside (see `Stage`)
         for trainer in (self, *self._others):
             if isinstance(trainer.engine, Pool):
                 trainer.engine.close()
