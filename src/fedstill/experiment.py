@@ -15,7 +15,16 @@ from .method import Method
 from .server.sampler import SAMPLERS
 from .settings import setting
 
-TIMED = ("availability", "drop", "min_battery", "max_load", "min_memory", "deadline", "over_select", "late")
+TIMED = ("availability", "drop", "min_battery", "max_load", "min_memory", "deadline", "over_select", "late", "mode")
+ROUNDS = (
+    "min_battery",
+    "max_load",
+    "min_memory",
+    "deadline",
+    "over_select",
+    "late",
+    "minimum",
+)  # of synchronous rounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +118,20 @@ class Training:
     late: Literal["drop", "fold"] = setting(
         "drop", "replies that come too late: dropped, or merged in the round in which they arrive", group="time"
     )
+    mode: Literal["sync", "fedasync", "fedbuff"] = setting(
+        "sync", "merge round by round, each reply as it comes (FedAsync), or every so many (FedBuff)", group="time"
+    )
+    buffer: int = setting(
+        0, "K, replies that FedBuff merges at a time; 0: 10, or all that are at work", least=0, group="time"
+    )
+    mixing: float = setting(0.6, "α, a fresh reply's share in FedAsync", above=0, most=1, group="time")
+    staleness: Literal["constant", "hinge", "polynomial"] = setting(
+        "polynomial", "how the weight of a reply falls that began with an older model", group="time"
+    )
+    staleness_a: float = setting(
+        0.0, "a, its slope or power; 0: 10 for hinge, 0.5 for polynomial", least=0, group="time"
+    )
+    staleness_b: int = setting(4, "b, the staleness up to which hinge weighs in full", least=0, group="time")
     new: bool = setting(False, "score all clients' models together, owner of a sample unknown (New)", group="scores")
     averaged: bool = setting(
         False, "score the mean of the personal models of methods without a generic one", group="scores"
@@ -127,13 +150,18 @@ class Training:
             raise InputError("nesterov", True, "false, or a momentum above 0")
         if self.sampler not in SAMPLERS:
             raise InputError("sampler", self.sampler, nearest(self.sampler, SAMPLERS))
+        default = {f.name: f.default for f in settings.fields_of(Training)}
+        for name in ROUNDS if self.mode != "sync" else ():
+            if getattr(self, name) != default[name]:
+                right = f"{default[name]!r} with mode {self.mode!r}, which has no rounds that end"
+                raise InputError(name, getattr(self, name), right)
         if self.profile:
             clock.parse(self.profile)
             return
         for name in TIMED:
-            default = next(f.default for f in settings.fields_of(Training) if f.name == name)
-            if getattr(self, name) != default:
-                raise InputError(name, getattr(self, name), f"{default!r} without a profile of devices, as uniform")
+            if getattr(self, name) != default[name]:
+                right = f"{default[name]!r} without a profile of devices, as uniform"
+                raise InputError(name, getattr(self, name), right)
         if self.sampler == "available":
             raise InputError("sampler", self.sampler, "another without a profile of devices, as uniform")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,12 +32,16 @@ from .journal import Journal, write
 from .method import Method
 from .plan import Plan
 from .server.aggregator import Aggregator
+from .server.asynchrony import Asynchrony
 from .server.coordinator import Coordinator, Record
+from .server.flight import Flight
 from .server.rules import Rule
 from .server.sampler import SAMPLERS, Memory, count
 from .server.schedule import Schedule, Trigger
+from .server.traffic import nbytes
 from .split import by_head
 from .task import Task
+from .transport import Order
 from .transport.local import LocalTransport
 from .tree import Params, Tree
 
@@ -340,6 +345,7 @@ class Simulation:
             candidates=self.training.candidates,
             memory=Memory.of(history),
             schedule=schedule,
+            upload=functools.partial(self._upload, store),
         )
         choices = self.trainer.choices
         if go_on and journal is not None:
@@ -354,7 +360,21 @@ class Simulation:
         if self.devices is None:
             return None
         time = clock.Clock(self.devices, how.seed, np.array(self.trainer.data.train.sizes))
+        asynchrony = Asynchrony.of(self.method, how, count(self.trainer.bench.task.clients, how.participation))
+        if asynchrony is not None:
+            return Flight(time, asynchrony=asynchrony)
         return Schedule(time, Trigger(how.deadline, how.over_select), how.late)
+
+    def _upload(self, store: ModelStore, orders: Sequence[Order]) -> float:
+        """The bytes of a reply, from what a client would send without having trained; a mean takes replies of one size."""
+        if not orders:
+            return 0.0
+        order, method = orders[0], self.method
+        task = self.trainer.bench.home(order.round, order.client)
+        memory = tree.fit_rows(store.get(order.client), method.per_sample, len(task.here().y))
+        with torch.no_grad():
+            up, _ = method.finish(task, order.down, memory, method.begin(task, order.down, memory))
+        return float(nbytes(up))
 
     def _common(self, generic: Tree) -> float | None:
         """The generic model's accuracy on the common test set, where the federation has one."""
@@ -476,6 +496,7 @@ def prepare(
     together = count(task.clients, training.participation)
     if training.minimum > together:
         raise InputError("minimum", training.minimum, f"at most {together}, the clients that are wanted in a round")
+    Asynchrony.of(method, training, together)
     how = (len(federation), training.seed, training.availability, training.drop)
     devices = clock.Devices.of(training.profile, *how) if training.profile else None
     trainer = Trainer(

@@ -23,6 +23,7 @@ from .live import Watch, watch
 from .screen import results, say
 
 RULE = ("server_lr", "server_momentum", "server_beta2", "server_tau")
+ASYNC, ALWAYS = ("fedasync", "fedbuff"), ("constant", "hinge", "polynomial")  # modes, and kinds of staleness
 KEEPS = "nothing was written: --out FOLDER keeps the run (settings, metrics, checkpoints, picture)"
 
 
@@ -88,6 +89,17 @@ def plan(methods: Sequence[Method], base: Experiment, given: Mapping[str, Any], 
     return Job(experiments, seeds, out, command != "run", command, tuple(given))
 
 
+def _unused(job: Job) -> Iterator[tuple[str, str]]:
+    """Flags of the asynchronous modes that were given in vain, each with what it goes with."""
+    mode, staleness = job.first.mode, job.first.staleness
+    stale = {"staleness": ALWAYS, "staleness_a": ("hinge", "polynomial"), "staleness_b": ("hinge",)}
+    for name, modes in {"buffer": ("fedbuff",), "mixing": ("fedasync",), **dict.fromkeys(stale, ASYNC)}.items():
+        if name in job.given and mode not in modes:
+            yield name, f"--mode {' or '.join(modes)}"
+        elif name in job.given and staleness not in stale.get(name, ALWAYS):
+            yield name, f"--staleness {' or '.join(stale[name])}"
+
+
 def execute(job: Job) -> None:
     """Run a job and report on it. Every experiment is checked before the first is run or anything is written."""
     earlier = job.out is not None and job.replaces and keep.is_demo(job.out)
@@ -103,7 +115,9 @@ def execute(job: Job) -> None:
         ignored.append(f"--candidates has no effect on the sampler {job.first.sampler}")
     if "late" in job.given and not job.first.deadline and job.first.over_select == 1:
         ignored.append("--late has no effect without --deadline or --over-select: nobody is late")
-    rule = [name for name in RULE if name in job.given]
+    ignored += [f"{flags.flag(name)} has no effect without {needs}" for name, needs in _unused(job)]
+    own = ("server_lr",) if job.first.mode == "fedbuff" else ()  # FedBuff's η
+    rule = [name for name in RULE if name in job.given and name not in own]
     for label, experiment in job.experiments.items():
         idle = [n for n in rule if experiment.server == "mean" and n not in settings.values_of(experiment.method)]
         ignored += [f"{flags.flag(name)} has no effect on {label} without --server" for name in idle]

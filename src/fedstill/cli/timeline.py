@@ -75,6 +75,9 @@ def _chosen(text: str, lines: Sequence[report.Line]) -> list[report.Line]:
 
 def _note(said: Mapping[str, Any]) -> str:
     """What ends a round, in words."""
+    if said.get("mode", "sync") != "sync":
+        count = "every reply" if said["mode"] == "fedasync" else "every buffer of replies"
+        return f"{said['mode']}: the server's step comes with {count}; sampler {said['sampler']}."
     ends = [f"{said['over_select']:g} times as many asked as wanted"] if said["over_select"] > 1 else []
     ends += [f"deadline {said['deadline']:g} s"] if said["deadline"] else []
     late = f"; late replies: {said['late']}" if ends else ""

@@ -32,6 +32,7 @@ MARKS = {  # what became of a reply that was not merged in time: marker, colour,
     "refused": ("|", INK, "refused"),
     "late": (">", COLOURS[1], "came too late"),
 }
+WORKED = ("merged", "late", "under way")
 CLIENTS = 40  # the most that the picture shows
 
 
@@ -44,6 +45,9 @@ def summary(lines: Sequence[Line], late: str = "drop") -> list[str]:
     fate = f" ({folded} of them merged later)" if late == "fold" else " (not merged)"
     asked = sum(len(line["clients"]) for line in lines)
     said = [f"{counts['merged']:,} merged in time", f"{counts['late']:,} late{fate if counts['late'] else ''}"]
+    under_way = sum(line["state"].count("under way") for line in lines)
+    if under_way:  # replies are merged as they arrive
+        said = [f"{counts['merged'] + folded:,} merged ({folded:,} of them with later ones)"]
     said += [f"{counts['dropped']:,} dropped out", f"{counts['refused']:,} refused"]
     return [
         f"rounds {lines[0]['round']}–{lines[-1]['round']}: {sum(lengths):,.4g} simulated seconds, "
@@ -58,7 +62,7 @@ def _shares(lines: Sequence[Line]) -> dict[str, float]:
     total = dict.fromkeys((*PARTS, "waiting"), 0.0)
     for line in lines:
         for i, state in enumerate(line["state"]):
-            if state in ("merged", "late"):
+            if state in WORKED:
                 spent = {name: line[name][i] for name in PARTS}
                 total["waiting"] += max(0.0, line["end"] - line["start"] - sum(spent.values()))
                 for name, value in spent.items():
@@ -73,7 +77,7 @@ def draw(lines: Sequence[Line], path: str | Path, title: str = "", note: str = "
     took: dict[int, list[float]] = {k: [] for k in everyone}
     for line in lines:
         for i, k in enumerate(line["clients"]):
-            if line["state"][i] in ("merged", "late"):
+            if line["state"][i] in WORKED:
                 took[k].append(sum(line[name][i] for name in PARTS))
     order = sorted(everyone, key=lambda k: (float(np.mean(took[k])) if took[k] else np.inf, k))
     if len(order) > CLIENTS:  # from the fastest to the slowest, evenly

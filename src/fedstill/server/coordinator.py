@@ -20,6 +20,7 @@ from ..task import Task
 from ..transport import Order, Reply, Transport
 from ..tree import Tree
 from .aggregator import Aggregator
+from .flight import Flight
 from .sampler import Memory, Sampler, uniform
 from .schedule import Schedule
 from .traffic import each, split, traffic
@@ -49,6 +50,9 @@ class Coordinator:
     candidates: int = 0  # d of the sampler power-of-choice
     memory: Memory = field(default_factory=Memory)  # what the sampler may go by
     schedule: Schedule | None = None  # simulated time; None: whoever answers is merged
+    upload: Callable[[Sequence[Order]], float] = lambda orders: (
+        0.0
+    )  # bytes of a reply to these orders, before anybody trains
 
     def present(self) -> list[int]:
         """Clients that can be asked."""
@@ -79,18 +83,16 @@ class Coordinator:
             cohort = self.cohort(t)
             orders = [Order("train", t, k, self.method.send(task, server, k)) for k in cohort]
             carried, asked = self.transport.seconds, time.perf_counter()
-            said = (yield self._carried_out(t, orders)) or []
+            answers, replies, timed = yield from self._answered(task, server, orders)
             waited = time.perf_counter() - asked
-            answers = [reply for reply in said if "refused" not in reply.report]
-            replies, timed = self._in_time(task, orders, answers, [r.client for r in said if "refused" in r.report])
-            server = self.aggregator.merge(self.method, task, server, replies)
+            server = self._merged(task, server, replies)
             took = time.perf_counter() - began
             weights = [r.report["steps"] for r in replies]
             losses = [r.report["loss"] * w for r, w in zip(replies, weights, strict=True)]
             record: Record = {
                 "round": t,
                 "participants": [r.client for r in replies],
-                "missing": sorted(set(cohort) - {r.client for r in replies if r.round == t}),
+                "missing": sorted(set(cohort) - {r.client for r in replies if r.round == t} - self._under_way()),
                 "loss": sum(losses) / max(1.0, sum(weights)),
                 "steps": int(sum(weights)),
                 **traffic(orders, answers),
@@ -114,10 +116,21 @@ class Coordinator:
         samples[: len(self.samples)] = self.samples
         availability, wanted = np.ones(known), self.per_round
         if self.schedule is not None:
-            alive, wanted = self.schedule.present(round, alive), self.schedule.trigger.ask(wanted)
+            alive, wanted = self.schedule.present(round, alive), self.schedule.ask(wanted)
             availability = self.schedule.clock.devices.availability
         scene = self.memory.scene(self.plan, round, alive, samples, availability, self.candidates)
-        return sorted(int(k) for k in self.sampler(scene, wanted))
+        return sorted(int(k) for k in self.sampler(scene, wanted)) if wanted else []
+
+    def _answered(
+        self, task: Task, server: Tree, orders: list[Order]
+    ) -> Generator[list[Order], list[Reply] | None, tuple[list[Reply], Sequence[Reply], Record]]:
+        """The answers to these orders (or, asynchronously, to those that are due), the replies to merge, and what of time."""
+        if isinstance(self.schedule, Flight):
+            return (yield from self._landed(self.schedule, task, server, orders))
+        said = (yield self._carried_out(task.round, orders)) or []
+        answers = [reply for reply in said if "refused" not in reply.report]
+        refused = [reply.client for reply in said if "refused" in reply.report]
+        return (answers, *self._in_time(task, orders, answers, refused))
 
     def _carried_out(self, round: int, orders: list[Order]) -> list[Order]:
         """The orders that anybody works on: in simulated time, who drops out is known beforehand and need not train."""
@@ -125,6 +138,44 @@ class Coordinator:
             return orders
         workers = set(self.schedule.workers(round, [order.client for order in orders]))
         return [order for order in orders if order.client in workers]
+
+    def _landed(
+        self, flight: Flight, task: Task, server: Tree, orders: list[Order]
+    ) -> Generator[list[Order], list[Reply] | None, tuple[list[Reply], Sequence[Reply], Record]]:
+        """Send orders off; have those trained whose replies are due, round by round of their orders; renew what is stale."""
+        at_work = self._carried_out(task.round, orders)
+        gone = sorted({order.client for order in orders} - {order.client for order in at_work})
+        down, up = (
+            np.array(each(order.down for order in orders), float),
+            self.upload(at_work or list(flight.orders.values())),
+        )
+        outcome, due = flight.land(task.round, orders, epochs(self.method, task), down, up, gone)
+        answers: list[Reply] = []
+        for t in sorted({order.round for order in due}):
+            answers += (yield [order for order in due if order.round == t]) or []
+        answers.sort(key=lambda reply: reply.client)
+        self.aggregator.check(task, answers)
+        began = {order.client: order for order in due}
+        behind = {reply.client: task.round - reply.round for reply in answers}
+        replies = [
+            dataclasses.replace(
+                reply,
+                up=flight.asynchrony.renew(task, server, began[reply.client].down, reply.up, behind[reply.client]),
+                report={**reply.report, "samples": 1.0},
+            )
+            for reply in answers
+        ]
+        staleness = {str(k): value for k, value in behind.items()}
+        return answers, replies, {**outcome.record(), "staleness": staleness, "timeline": outcome.timeline()}
+
+    def _merged(self, task: Task, server: Tree, replies: Sequence[Reply]) -> Tree:
+        """The server's next state."""
+        merged = self.aggregator.merge(self.method, task, server, replies)
+        return self.schedule.asynchrony.step(task, server, merged) if isinstance(self.schedule, Flight) else merged
+
+    def _under_way(self) -> set[int]:
+        """Whose replies will still be merged."""
+        return set(self.schedule.busy) if isinstance(self.schedule, Flight) else set()
 
     def _in_time(
         self, task: Task, orders: Sequence[Order], answers: Sequence[Reply], refused: list[int]

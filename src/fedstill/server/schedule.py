@@ -65,7 +65,7 @@ class Outcome:
     closed: float  # when the trigger fired
     end: float  # when the server had merged
     asked: list[int]
-    state: list[str]  # of each that was asked: merged (in time), late, dropped, refused
+    state: list[str]  # of each that was asked: merged (in time), late, dropped, refused; or under way (see `flight`)
     spans: Spans
     folded: list[int]  # whose replies of earlier rounds arrived in this one and are merged with it
     busy: dict[int, float]  # who is still at work after it, and when its reply arrives
@@ -138,6 +138,10 @@ class Schedule:
             self.held |= {r.client: dataclasses.replace(r, up=tree.clone(r.up)) for r in answers if r.client in late}
         return sorted(taken, key=lambda reply: reply.client)
 
+    def ask(self, goal: int) -> int:
+        """How many are asked so that `goal` answer."""
+        return self.trigger.ask(goal)
+
     def present(self, round: int, alive: Sequence[int]) -> list[int]:
         """Who can be asked: available in this round, and not still at work for an earlier one."""
         who = np.asarray(alive, dtype=np.int64)
@@ -209,7 +213,7 @@ def rehearse(
     everyone = range(len(clock.devices))
     for t in range(1, rounds + 1):
         scene = memory.scene(plan, t, schedule.present(t, everyone), clock.samples, clock.devices.availability)
-        cohort = sorted(int(k) for k in sampler(scene, schedule.trigger.ask(goal)))
+        cohort = sorted(int(k) for k in sampler(scene, schedule.ask(goal)))
         gone = np.setdiff1d(cohort, schedule.workers(t, cohort)).tolist()
         outcome = schedule.close(t, cohort, goal, epochs, down, up, gone)
         memory.take({"asked": cohort})
