@@ -89,11 +89,14 @@ class Spans:
     generic: Floats
     personal: Floats
     upload: Floats
+    hold: Floats  # between download and work: the client ends its personal work of an earlier round
+    ahead: bool = False  # the upload leaves before personal work begins
 
     @property
     def arrival(self) -> Floats:
         """When the reply is at the server, counted from the order."""
-        return np.asarray(self.download + self.generic + self.personal + self.upload)
+        before = self.download + self.hold + self.generic + self.upload
+        return np.asarray(before if self.ahead else before + self.personal)
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,7 @@ class Clock:
             epochs[0] * a_pass,
             epochs[1] * a_pass,
             d.latency[clients] + up / d.uplink[clients],
+            np.zeros(len(clients)),
         )
 
 

@@ -15,16 +15,9 @@ from .method import Method
 from .server.sampler import SAMPLERS
 from .settings import setting
 
-TIMED = ("availability", "drop", "min_battery", "max_load", "min_memory", "deadline", "over_select", "late", "mode")
-ROUNDS = (
-    "min_battery",
-    "max_load",
-    "min_memory",
-    "deadline",
-    "over_select",
-    "late",
-    "minimum",
-)  # of synchronous rounds
+_ROUNDS = ("min_battery", "max_load", "min_memory", "deadline", "over_select", "late", "wait_free")
+TIMED = ("availability", "drop", "mode", *_ROUNDS)
+ROUNDS = ("minimum", *_ROUNDS)  # what only synchronous rounds have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +125,17 @@ class Training:
         0.0, "a, its slope or power; 0: 10 for hinge, 0.5 for polynomial", least=0, group="time"
     )
     staleness_b: int = setting(4, "b, the staleness up to which hinge weighs in full", least=0, group="time")
+    wait_free: Literal["off", "fixed", "until-download"] = setting(
+        "off", "upload before personal training, which goes on meanwhile: for its usual steps, or until the next download",
+        group="time",
+    )  # fmt: skip
+    personal_cap: int = setting(
+        0, "the most personal steps until the next download; 0: no limit", least=0, group="time"
+    )
+    unselected: Literal["cap", "broadcast"] = setting(
+        "cap", "personal training of clients that are not asked: up to the cap, or from a model sent to everybody each round",
+        group="time",
+    )  # fmt: skip
     new: bool = setting(False, "score all clients' models together, owner of a sample unknown (New)", group="scores")
     averaged: bool = setting(
         False, "score the mean of the personal models of methods without a generic one", group="scores"
@@ -155,6 +159,10 @@ class Training:
             if getattr(self, name) != default[name]:
                 right = f"{default[name]!r} with mode {self.mode!r}, which has no rounds that end"
                 raise InputError(name, getattr(self, name), right)
+        rests = self.participation < 1 or self.availability < 1
+        if self.wait_free == "until-download" and rests and not self.personal_cap and self.unselected == "cap":
+            right = "a number of steps for clients that are not asked in a round, or unselected 'broadcast'"
+            raise InputError("personal_cap", 0, right)
         if self.profile:
             clock.parse(self.profile)
             return

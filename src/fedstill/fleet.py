@@ -108,6 +108,8 @@ class Fleet:
             raise Apart("the runs are not at the same round")
         if any(sim.training.mode != "sync" for sim in sims):
             raise Apart("replies are merged as they arrive, in each run at other times")
+        if any(sim.training.wait_free == "until-download" for sim in sims):
+            raise Apart("personal training ends with the next download, in each run at other times")
         plans = Plans(tuple(course.coordinator.plan for course in courses), self.clients)
         varied = {
             name: [value for value in values for _ in range(self.clients)] for name, values in varying(sims).items()

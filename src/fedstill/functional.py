@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -28,6 +29,7 @@ from .channels import Channels, follow
 from .convolution import Lowering, Shape, conv2d, max_pool
 from .errors import InputError, Shown
 from .plan import uniform_bits
+from .rewrite import Forward, pool_first
 from .tree import Params
 
 Slot: TypeAlias = tuple[str, dict[str, Tensor | None], str]
@@ -78,6 +80,7 @@ class Net:
         self.lowering: Lowering | None = None  # set by the engine that stacks clients
         self.bf16 = False
         self._direct: dict[tuple[str, ...], bool] = {}
+        self._rewritten: dict[bool, Forward] = {}  # by training: what runs instead of the module's own forward
 
     def initial(self) -> Params:
         """A copy of the weights that the module came with."""
@@ -103,6 +106,39 @@ class Net:
                 right = "updated in place (copy_, mul_, add_): an assignment in forward would be lost"
                 raise InputError("model", Shown(f"buffer {name}"), right)
         return out, params
+
+    def rewrite(self, wanted: bool) -> None:
+        """Run the model with max-pooling before ReLU (see `rewrite`) where that gives the same bits, or as it is written."""
+        self._rewritten = {}
+        if not wanted or not self.outputs:  # it is tried on what `probe` has seen
+            return
+        for train in (True, False):
+            forward = pool_first(copy.deepcopy(self.module).train(train))
+            if forward is not None and self._same(train, forward):
+                self._rewritten[train] = forward
+
+    def _same(self, train: bool, forward: Forward) -> bool:
+        """Whether output, gradients and buffers are the same bits as those of the module as it is written."""
+        try:
+            written, ours = self._slopes(train, {}), self._slopes(train, {train: forward})
+        except Exception:
+            return False
+        return all(torch.equal(a, b) for a, b in zip(ours, written, strict=True))
+
+    def _slopes(self, train: bool, rewritten: dict[bool, Forward]) -> list[Tensor]:
+        """On an example, from the initial weights: the output, the gradients of a sum of it, and the state after it."""
+        kept, self._rewritten = self._rewritten, rewritten
+        try:
+            with torch.enable_grad():
+                params = {name: self.fast_layout(value) for name, value in self.initial().items()}
+                weights = [params[name].requires_grad_() for name in self.parameters]
+                key = torch.zeros((), dtype=torch.int64, device=self.device)
+                out = self(params, self._example, train=train, key=key)
+                uneven = torch.arange(out.numel(), device=out.device).cos().view_as(out).to(out.dtype)
+                slopes = torch.autograd.grad((out * uneven).sum(), weights, allow_unused=True, materialize_grads=True)
+        finally:
+            self._rewritten = kept
+        return [out, *slopes, *params.values()]
 
     def fast_layout(self, value: Tensor) -> Tensor:
         """An entry of the state in the memory layout that convolutions are fastest in here; its values do not change."""
@@ -192,9 +228,11 @@ class Net:
 
         for name in {*taps, *gates, *(instead or {})}:
             handles.append(module.get_submodule(name).register_forward_pre_hook(hook(name)))
+        kept, self._rewritten = self._rewritten, {}  # hooks see the model as it is written
         try:
             yield
         finally:
+            self._rewritten = kept
             for handle in handles:
                 handle.remove()
 
@@ -207,10 +245,12 @@ class Net:
         for part in self._recurrent[train]:  # these keep a second list of their weights
             part._flat_weights = [getattr(part, n) for n in part._flat_weights_names]
         module = part_of or (self._training if train else self._evaluating)
+        forward = self._rewritten.get(train) if part_of is None else None
+        call = module if forward is None else functools.partial(forward, module)
         if mode is None:
-            return module(x)  # type: ignore[no-any-return]
+            return call(x)
         with mode:
-            out: Tensor = module(x)
+            out: Tensor = call(x)
         return out.to(self.dtype) if self.bf16 else out
 
     def probe(self, x: Tensor, classes: int) -> None:

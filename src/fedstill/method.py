@@ -54,14 +54,26 @@ class Method:
     scores: ClassVar[tuple[str, ...]] = ("generic",)  # which models it trains: "generic", "personal" or both
     needs_head: ClassVar[bool] = False
     averages: ClassVar[bool] = False  # whether `merge` puts a plain mean into "params", which a server rule may follow
+    personal_passes: ClassVar[float] = 0.0
+    """Where `step` trains two models: passes over the data for the personal one, which nothing that goes up depends on, for each
+    pass for the other."""
+    wait_free: ClassVar[bool] = False
+    """Whether phases of other models than `params` come last and nothing that goes up depends on them, so that they can run
+    after the upload has left."""
     per_sample: ClassVar[frozenset[str]] = (
         frozenset()
     )  # entries of the memory with one row for each of the client's samples
 
     def __init_subclass__(cls) -> None:
-        """Refuse a field that would hide a hook; a class that brings its own merge must itself say that it averages."""
-        if "merge" in vars(cls) and "averages" not in vars(cls):
+        """Refuse a field that would hide a hook; a class with another hook than the one that a promise was made for, be it
+        mixed in, must itself promise again: `averages` speaks of `merge`, the others of what a client does in a round.
+        """
+        if _differs(cls, "averages", "merge"):
             cls.averages = False
+        if _differs(cls, "wait_free", "begin", "phases", "step", "finish"):
+            cls.wait_free = False
+        if _differs(cls, "personal_passes", "begin", "step", "finish"):
+            cls.personal_passes = 0.0
         hidden = [n for n in inspect.get_annotations(cls) if callable(getattr(Method, n, None))]
         if hidden:
             raise TypeError(f"{cls.__name__}.{hidden[0]}: a field needs another name than the hook {hidden[0]}()")
@@ -133,3 +145,9 @@ class Method:
     def generic(self, task: Task, server: Tree) -> Params:
         """The one model for everybody."""
         return server["params"]  # type: ignore[no-any-return]
+
+
+def _differs(cls: type, promise: str, *hooks: str) -> bool:
+    """Whether one of the hooks is not that of the class which said last whether it keeps the promise."""
+    said = next(kind for kind in cls.__mro__ if promise in vars(kind))
+    return any(inspect.getattr_static(cls, hook) is not inspect.getattr_static(said, hook) for hook in hooks)

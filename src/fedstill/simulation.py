@@ -31,8 +31,10 @@ from .functional import Net
 from .journal import Journal, write
 from .method import Method
 from .plan import Plan
+from .server import background
 from .server.aggregator import Aggregator
 from .server.asynchrony import Asynchrony
+from .server.background import Background
 from .server.coordinator import Coordinator, Record
 from .server.flight import Flight
 from .server.rules import Rule
@@ -312,18 +314,23 @@ class Simulation:
         store = ModelStore(method.init_client(task, self.initial), device=self.device, device_bytes=room, folder=folder)
         history: list[Record] = []
         schedule = self._schedule()
-        first = 1
+        behind = self._background(schedule)
+        first, begun = 1, {}
         if go_on and journal is not None and (found := journal.load(self.device)) is not None:
             done, state = found
             server, first = state["server"], done + 1
+            begun = state.get("begun", {})
             for client, memory in state["clients"].items():
                 store.put(int(client), memory)
             history = journal.rewind(done)
             if schedule is not None:
                 schedule.go_on(history, state.get("late", {}))
+            if behind is not None:
+                behind.go_on(history)
         elif journal is not None:
             journal.rewind(0)
         controller = (scores.Watching if self.training.forgetting else Controller)(method, self.trainer, store)
+        controller.go_on(begun)
         if schedule is not None:
             how = self.training
             policy = Policy(how.min_battery, how.max_load, how.min_memory)
@@ -345,6 +352,7 @@ class Simulation:
             candidates=self.training.candidates,
             memory=Memory.of(history),
             schedule=schedule,
+            background=behind,
             upload=functools.partial(self._upload, store),
         )
         choices = self.trainer.choices
@@ -363,7 +371,15 @@ class Simulation:
         asynchrony = Asynchrony.of(self.method, how, count(self.trainer.bench.task.clients, how.participation))
         if asynchrony is not None:
             return Flight(time, asynchrony=asynchrony)
-        return Schedule(time, Trigger(how.deadline, how.over_select), how.late)
+        return Schedule(time, Trigger(how.deadline, how.over_select), how.late, ahead=how.wait_free != "off")
+
+    def _background(self, schedule: Schedule | None) -> Background | None:
+        """Personal work until the next download, where it is asked for."""
+        how = self.training
+        if schedule is None or how.wait_free != "until-download":
+            return None
+        plan, everyone = Plan(how.seed, how.batch_size), how.unselected == "broadcast"
+        return Background(schedule.clock, plan, how.personal_cap, everyone)
 
     def _upload(self, store: ModelStore, orders: Sequence[Order]) -> float:
         """The bytes of a reply, from what a client would send without having trained; a mean takes replies of one size."""
@@ -430,7 +446,9 @@ class Course:
             if record["round"] % self.checkpoint_every == 0 or record["round"] == self.coordinator.task.rounds:
                 clients = {str(k): memory for k, memory in self.store.items()}
                 late = {} if self.coordinator.schedule is None else self.coordinator.schedule.kept()
-                state = {"server": server, "clients": clients, **({"late": late} if late else {})}
+                begun = self.controller.kept()
+                more = {name: part for name, part in (("late", late), ("begun", begun)) if part}
+                state = {"server": server, "clients": clients, **more}
                 self.journal.save(record["round"], state)
         if self.progress is not None:
             self.progress(record)
@@ -497,6 +515,7 @@ def prepare(
     if training.minimum > together:
         raise InputError("minimum", training.minimum, f"at most {together}, the clients that are wanted in a round")
     Asynchrony.of(method, training, together)
+    background.check(method, task, training)
     how = (len(federation), training.seed, training.availability, training.drop)
     devices = clock.Devices.of(training.profile, *how) if training.profile else None
     trainer = Trainer(

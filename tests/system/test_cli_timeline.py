@@ -51,7 +51,8 @@ def test_a_run_is_drawn_and_summed_up(capsys) -> None:
 
 
 def test_what_cannot_be_drawn_is_refused_in_a_line(capsys) -> None:
-    assert "one run" in refused(capsys, "timeline")
+    assert "folders of runs" in refused(capsys, "timeline")
+    assert "each once" in refused(capsys, "timeline", "a", "a")
     assert "simulated time (--profile uniform" in refused(capsys, "timeline", "nowhere")
     assert main(["run", "fedavg", *TINY, "--out", "plain"]) == 0
     assert not Path("plain/timeline.jsonl").exists()

@@ -90,9 +90,13 @@ def plan(methods: Sequence[Method], base: Experiment, given: Mapping[str, Any], 
 
 
 def _unused(job: Job) -> Iterator[tuple[str, str]]:
-    """Flags of the asynchronous modes that were given in vain, each with what it goes with."""
+    """Flags of asynchronous and wait-free training that were given in vain, each with what it goes with."""
     mode, staleness = job.first.mode, job.first.staleness
     stale = {"staleness": ALWAYS, "staleness_a": ("hinge", "polynomial"), "staleness_b": ("hinge",)}
+    until = job.first.wait_free == "until-download"
+    yield from (
+        (n, "--wait-free until-download") for n in ("personal_cap", "unselected") if n in job.given and not until
+    )
     for name, modes in {"buffer": ("fedbuff",), "mixing": ("fedasync",), **dict.fromkeys(stale, ASYNC)}.items():
         if name in job.given and mode not in modes:
             yield name, f"--mode {' or '.join(modes)}"

@@ -21,13 +21,18 @@ FIRST = 5  # rounds drawn where none are named
 
 
 def timeline(argv: Sequence[str]) -> None:
-    """`fedstill timeline RUN`."""
+    """`fedstill timeline RUN …`."""
     parser = flags.Parser(
         "timeline",
         "Draw what the server and each client did when, in simulated time: RUN is the folder of a run that was made with "
-        f"--profile and --out. The picture shows the first {FIRST} rounds, or those of --rounds.",
-        "RUN",
-        ("fedstill timeline runs/slow", "fedstill timeline runs/slow --rounds 10-12 --out rounds.png"),
+        f"--profile and --out. The picture shows the first {FIRST} rounds, or those of --rounds; several runs are drawn on one "
+        "axis of time.",
+        "RUN …",
+        (
+            "fedstill timeline runs/slow",
+            "fedstill timeline runs/slow --rounds 10-12 --out rounds.png",
+            "fedstill timeline runs/waits runs/wait-free",
+        ),
     )
     group = parser.add_argument_group("results")
     flags.plain(parser, group, "rounds", f"rounds to draw [default 1-{FIRST}]", "A-B", "rounds such as 3-5, or one")
@@ -38,29 +43,48 @@ def timeline(argv: Sequence[str]) -> None:
     if "help" in given:
         parser.print_help()
         return
-    if len(words) != 1:
-        raise InputError("run", Shown(" ".join(words) or "nothing"), "the folder of one run: fedstill timeline RUN")
-    folder = Path(words[0])
-    lines = Journal(folder).timelines()
+    if not words or len(set(words)) < len(words):
+        raise InputError(
+            "run", Shown(" ".join(words) or "nothing"), "folders of runs, each once: fedstill timeline RUN …"
+        )
+    folders = [Path(word) for word in words]
+    runs = [_read(folder) for folder in folders]  # all, before anything is said
+    shown = [_chosen(given["rounds"], lines) if "rounds" in given else lines[:FIRST] for lines, _ in runs]
+    out = picture(given["out"]) if "out" in given else folders[0] / "timeline.png"
+    panels: dict[str, Sequence[report.Line]] = {}
+    for folder, (lines, said), chosen in zip(folders, runs, shown, strict=True):
+        if len(folders) > 1:
+            say(f"{folder}:")
+        for text in report.summary(chosen if "rounds" in given else lines, said["late"]):
+            say(text)
+        abandoned = [r["round"] for r in Journal(folder).history() if r.get("abandoned")]
+        if abandoned:
+            say(f"abandoned, with fewer than {said['minimum']} replies: {len(abandoned)} of {len(lines)} rounds")
+        title = f"{said['method']['id']} on {said['data']}, devices {said['profile']}{_pace(said)}"
+        panels[title if title not in panels else f"{title} ({folder})"] = chosen
+    if not figures.available():
+        say(figures.MISSING)
+        return
+    notes = {_note(said) for _, said in runs}
+    report.draw(panels, out, notes.pop() if len(notes) == 1 else "")
+    say(f"picture: {out}")
+
+
+def _read(folder: Path) -> tuple[list[report.Line], Mapping[str, Any]]:
+    """A run's timeline and its settings."""
+    lines: list[report.Line] = [*Journal(folder).timelines()]
     if not lines:
         inside = [found for found in keep.run_folders(folder) if Journal(found).timeline.is_file()]
         hint = f", such as {inside[0]}" if inside else " (--profile uniform --out FOLDER makes one)"
         raise InputError("run", str(folder), f"the folder of a run in simulated time{hint}")
-    chosen = _chosen(given["rounds"], lines) if "rounds" in given else lines[:FIRST]
-    out = picture(given["out"]) if "out" in given else folder / "timeline.png"
-    settings = (folder / keep.RUN).read_text(encoding="utf-8")
-    said = tomllib.loads(settings)  # no Experiment: the run's sampler may be known in its own script only
-    for text in report.summary(chosen if "rounds" in given else lines, said["late"]):
-        say(text)
-    abandoned = [r["round"] for r in Journal(folder).history() if r.get("abandoned")]
-    if abandoned:
-        say(f"abandoned, with fewer than {said['minimum']} replies: {len(abandoned)} of {len(lines)} rounds")
-    if not figures.available():
-        say(figures.MISSING)
-        return
-    title = f"{said['method']['id']} on {said['data']}, devices {said['profile']}"
-    report.draw(chosen, out, title, _note(said))
-    say(f"picture: {out}")
+    # No Experiment: the run's sampler may be known in its own script only.
+    return lines, tomllib.loads((folder / keep.RUN).read_text(encoding="utf-8"))
+
+
+def _pace(said: Mapping[str, Any]) -> str:
+    """Whether personal work waits, where that is a question."""
+    kind = said.get("wait_free", "off")
+    return f", wait-free ({kind})" if kind != "off" else ""
 
 
 def _chosen(text: str, lines: Sequence[report.Line]) -> list[report.Line]:

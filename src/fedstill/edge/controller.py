@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
+
 from ..method import Method
 from ..transport import Order, Reply
-from ..tree import Params
+from ..tree import Params, Tree
 from .model_store import ModelStore
 from .monitor import Monitor
 from .trainer import Done, Trainer, Work
@@ -18,13 +20,18 @@ class Controller:
     def __init__(self, method: Method, trainer: Trainer, store: ModelStore) -> None:
         self.method, self.trainer, self.store = method, trainer, store
         self.monitor: Monitor | None = None  # None: nobody refuses
+        self.begun: dict[
+            int, tuple[int, Tree, Tree]
+        ] = {}  # wait-free: round, download and local state of personal work
+        self.copies: dict[int, Tree] = {}  # wait-free: memories as they would be now, for scoring
 
     def handle(self, orders: Sequence[Order]) -> Iterator[Reply]:
         """Replies to the orders, refusals first, else in their order; all must be of one kind and round."""
         refusals, orders = self.refusals(orders)
         yield from refusals
         if orders:
-            yield from self._train(orders) if orders[0].kind == "train" else self._score(orders)
+            todo = {"train": self._train, "score": self._score, "begin": self._begin, "idle": self._idle}
+            yield from todo[orders[0].kind](orders)
 
     def refusals(self, orders: Sequence[Order]) -> tuple[list[Reply], Sequence[Order]]:
         """The answers of clients that do not take on the work, and the orders of the others."""
@@ -35,9 +42,47 @@ class Controller:
         return refusals, [order for order in orders if order.client not in away]
 
     def _train(self, orders: Sequence[Order]) -> Iterator[Reply]:
-        works = [Work(order.client, order.down) for order in orders]
+        works = [Work(order.client, order.down, part=order.work) for order in orders]
+        self.copies.clear()
         for order, done in zip(orders, self.trainer.train(orders[0].round, works, self.store), strict=True):
+            if order.work == "generic":
+                self.begun[order.client] = (order.round, order.down, done.local)
             yield self.trained(order, done)
+
+    def _begin(self, orders: Sequence[Order]) -> Iterator[Reply]:
+        for order in orders:
+            self.begun[order.client] = (order.round, order.down, {})
+            yield Reply("begin", order.round, order.client)
+
+    def _idle(self, orders: Sequence[Order]) -> Iterator[Reply]:
+        """Personal training up to now; where it is not for good, the memory that it gives is a copy's."""
+        works, keep = [], orders[0].keep
+        for order in orders:
+            _, down, local = self.begun[order.client]
+            memory = {} if keep else self.store.get(order.client)
+            works.append(Work(order.client, down, memory, part="idle", local=local, steps=order.steps))
+        trained = self.trainer.train(orders[0].round, works, self.store if keep else None)
+        for order, done in zip(orders, trained, strict=True):
+            self.copies.pop(order.client, None)
+            if keep:
+                del self.begun[order.client]
+            else:
+                self.copies[order.client] = done.memory
+            report = {"loss": done.loss, "steps": float(done.steps), "finite": float(done.finite)}
+            yield Reply("idle", order.round, order.client, {}, report)
+
+    def kept(self) -> Tree:
+        """What a checkpoint must hold: personal work that has begun."""
+        return {
+            str(k): {"round": torch.tensor(float(round)), "down": down, "local": local}
+            for k, (round, down, local) in self.begun.items()
+        }
+
+    def go_on(self, kept: Tree) -> None:
+        """As it was when `kept` was made."""
+        self.begun = {
+            int(k): (int(part["round"]), part.get("down", {}), part.get("local", {})) for k, part in kept.items()
+        }
 
     def trained(self, order: Order, done: Done) -> Reply:
         """What a client answers when it has trained."""
@@ -47,7 +92,8 @@ class Controller:
     def personal(self, order: Order) -> Params:
         """The client's own model, given what came down."""
         task = self.trainer.bench.home(order.round, order.client)
-        return self.method.personal(task, order.down, self.store.get(order.client))
+        memory = self.copies[order.client] if order.client in self.copies else self.store.get(order.client)
+        return self.method.personal(task, order.down, memory)
 
     def _score(self, orders: Sequence[Order]) -> Iterator[Reply]:
         part = orders[0].part

@@ -67,7 +67,10 @@ class Perceptron:
     def train(
         self, start: Params, names: Iterable[str], sgd: SGD, x: Tensor, y: Tensor, orders: Iterable[Tensor], size: int
     ) -> tuple[Params, Tensor]:
-        """Train in batches of `size`, an epoch for each of the `orders` of the samples: (the state, Σ of the steps' losses)."""
+        """Train in batches of `size`, an epoch for each of the `orders` of the samples: (the state, Σ of the steps' losses).
+
+        An order may name fewer samples than there are: an epoch that is broken off.
+        """
         key = frozenset(names), sgd, x.dtype
         with torch.no_grad():
             if key not in self._loops:
@@ -118,7 +121,7 @@ class _Loop:
 
     def epoch(self, x: Tensor, y: Tensor, order: Tensor, size: int) -> Tensor:
         """One pass in batches of `size`; the sum of the steps' losses, taken from all outputs at the end."""
-        samples = len(y)
+        samples = len(order)
         if len(self.data) < samples:
             self.data = _aligned(self.like, samples, self.inputs[0] + 1)
             self.data[:, -1] = 1

@@ -16,7 +16,7 @@ from ..method import Method, Phase
 from ..task import Task
 from ..tree import Params, Tree
 from .fused import Perceptron
-from .trainer import SMALL, Bench, Done, Work
+from .trainer import SMALL, Bench, Done, Work, given
 
 
 class One:
@@ -72,18 +72,22 @@ def _keep_freed_memory() -> None:
 
 
 def _train(bench: Bench, round: int, work: Work, perceptron: Perceptron | None) -> Done:
-    method, phases = bench.method, bench.phases(round)
-    steps, task = bench.steps(work.client, phases), bench.home(round, work.client)
+    method, task = bench.method, bench.home(round, work.client)
+    phases = [(phase, bench.length(work, epochs)) for _, phase, epochs in bench.part(work.part, round)]
+    steps = sum(count for _, count in phases)
     x, y = task.here().x, task.here().y
     memory = tree.fit_rows(work.memory, method.per_sample, len(y))
-    with torch.no_grad():
-        local = method.begin(task, work.down, memory)
+    local = work.local if work.part == "idle" else {}
+    if not local:
+        with torch.no_grad():
+            local = method.begin(task, work.down, memory)
     total = torch.zeros((), dtype=x.dtype, device=x.device)
-    for phase, epochs in phases:
-        local = run_phase(bench, task, round, work.client, local, phase, epochs, total, perceptron)
+    for phase, count in phases:
+        local = run_phase(bench, task, round, work.client, local, phase, count, total, perceptron)
     with torch.no_grad():
         up, kept = method.finish(task, work.down, memory, local)
-    return Done(work.client, up, kept, float(total) / max(1, steps), steps, len(y))
+    up, kept, local = given(work.part, up, kept, local)
+    return Done(work.client, up, kept, float(total) / max(1, steps), steps, len(y), local=local)
 
 
 def run_phase(
@@ -93,14 +97,14 @@ def run_phase(
     client: int,
     local: Tree,
     phase: Phase,
-    epochs: int,
+    steps: int,
     total: Tensor,
     perceptron: Perceptron | None,
 ) -> Tree:
-    """One phase of one client; adds every step's loss to `total`."""
+    """So many steps of one phase of one client; adds every step's loss to `total`."""
     method, net = bench.method, task.net
     if method.step is not None:
-        for batch in _batches(bench, round, client, epochs):
+        for batch in _batches(bench, round, client, steps):
             local, loss = method.step(task, local, batch)
             total += loss.detach()
         return local
@@ -111,7 +115,7 @@ def run_phase(
     start: Params = local[phase.model]
     if perceptron is not None and perceptron.takes(phase, names):
         x, y = bench.data.train.of(client)
-        orders = _orders(bench, round, client, epochs)
+        orders = _orders(bench, round, client, steps)
         trained, loss = perceptron.train(start, names, bench.sgd(phase), x, y, orders, bench.plan.batch_size)
         total += loss
         return {**local, phase.model: trained}
@@ -125,7 +129,7 @@ def run_phase(
     corrects = type(method).correct is not Method.correct
     per_epoch = bench.plan.steps(len(task.here().y), 1)
     before = tree.clone(params) if phase.after_epoch is not None else params
-    for step, batch in enumerate(_batches(bench, round, client, epochs), start=1):
+    for step, batch in enumerate(_batches(bench, round, client, steps), start=1):
         loss = loss_of(task, params, local, batch)
         if not weights:  # everything is frozen; only BatchNorm's statistics may move
             total += loss.detach()
@@ -147,21 +151,23 @@ def run_phase(
     return {**local, phase.model: trained}
 
 
-def _batches(bench: Bench, round: int, client: int, epochs: int) -> Iterator[Batch]:
-    """The client's batches: one gather per epoch, then slices of it."""
+def _batches(bench: Bench, round: int, client: int, steps: int) -> Iterator[Batch]:
+    """The client's first batches of a round, so many: one gather per epoch, then slices of it."""
     x, y = bench.data.train.of(client)
     size, step = min(bench.plan.batch_size, len(y)), 0
-    keys = torch.from_numpy(bench.plan.step_keys(round, client, bench.plan.steps(len(y), epochs))).to(x.device)
-    for index in _orders(bench, round, client, epochs):
+    keys = torch.from_numpy(bench.plan.step_keys(round, client, steps)).to(x.device)
+    for index in _orders(bench, round, client, steps):
         xs, ys = x[index], y[index]
-        for first in range(0, len(y), size):
+        for first in range(0, len(index), size):
             rows = slice(first, first + size)
             yield Batch(xs[rows], ys[rows], index[rows], keys[step])
             step += 1
 
 
-def _orders(bench: Bench, round: int, client: int, epochs: int) -> Iterator[Tensor]:
-    """In which order the client's samples come, epoch by epoch."""
+def _orders(bench: Bench, round: int, client: int, steps: int) -> Iterator[Tensor]:
+    """In which order the client's samples come, epoch by epoch; the last one ends with the steps."""
     x, y = bench.data.train.of(client)
-    for epoch in range(epochs):
-        yield torch.from_numpy(bench.plan.order(round, client, len(y), epoch)).to(x.device)
+    size, per_epoch = min(bench.plan.batch_size, len(y)), bench.plan.steps(len(y), 1)
+    for epoch, first in enumerate(range(0, steps, per_epoch)):
+        order = bench.plan.order(round, client, len(y), epoch)[: (steps - first) * size]
+        yield torch.from_numpy(order).to(x.device)

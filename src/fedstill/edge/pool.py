@@ -23,7 +23,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -38,7 +38,7 @@ from ..errors import InputError, Shown, TrainingError
 from ..tree import Params, Tree
 from .arena import Arena
 from .one import One, threads
-from .trainer import Bench, Done, Work
+from .trainer import Bench, Done, PartName, Work
 
 CALL = 0.01  # seconds of work in one call below which handing it out costs more than it saves (0.2 to 0.3 ms a client)
 START = 0.5  # seconds of work in the rest of the run below which starting workers does (about 20 ms each)
@@ -70,6 +70,7 @@ class _Job:
     client: int
     given: Tree
     units: int
+    part: PartName = "all"  # of a round's work
 
 
 class _Meter:
@@ -93,7 +94,8 @@ class Pool:
 
     def __init__(self, one: One, workers: int) -> None:
         self.one, self.workers = one, workers
-        self._training, self._scoring = _Meter(), _Meter()
+        self._training: defaultdict[PartName, _Meter] = defaultdict(_Meter)  # a step costs another time in each part
+        self._scoring = _Meter()
         self._crew: _Crew | None = None
         self._alone = False  # no process can be forked here
         self._busy = False
@@ -110,22 +112,22 @@ class Pool:
 
     def train(self, bench: Bench, round: int, works: Sequence[Work]) -> Iterator[Done]:
         """Train every client; results in the order of `works`."""
-        phases = bench.phases(round)
-        steps = [bench.steps(work.client, phases) for work in works]
+        if not works:
+            return
+        phases, meter = bench.part(works[0].part, round), self._training[works[0].part]
+        steps = [sum(bench.length(work, epochs) for _, _, epochs in phases) for work in works]
         for i, work in enumerate(works):
             rounds = max(1, bench.task.rounds - round + 1)
-            if self._pays(bench, self._training.expects(sum(steps[i:])), len(works) - i, rounds):
-                jobs = [
-                    _Job("train", round, w.client, {"down": w.down, "memory": w.memory}, units)
-                    for w, units in zip(works[i:], steps[i:], strict=True)
-                ]
-                for job, (given, numbers) in zip(jobs, self._spread(jobs), strict=True):
+            if self._pays(bench, meter.expects(sum(steps[i:])), len(works) - i, rounds):
+                jobs = [_asked(round, w, units) for w, units in zip(works[i:], steps[i:], strict=True)]
+                for job, (found, numbers) in zip(jobs, self._spread(jobs), strict=True):
                     loss, took, samples = numbers
-                    yield Done(job.client, given["up"], given["memory"], loss, took, samples)
+                    yield Done(job.client, found["up"], found["memory"], loss, took, samples, local=found["local"])
                 return
             began = time.perf_counter()
             (done,) = self.one.train(bench, round, [work])
-            self._training.add(time.perf_counter() - began, steps[i])
+            if steps[i]:
+                meter.add(time.perf_counter() - began, steps[i])
             yield done
 
     def score(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[int]:
@@ -259,7 +261,8 @@ class _Crew:
         def place(leaf: Tensor) -> Any:
             return (0, *self.common.put(leaf)) if id(leaf) in shared else (1, *worker.inbox.put(leaf))
 
-        message = json.dumps([job.kind, job.when, job.client, tree.map(place, job.given)]).encode()
+        about = [job.kind, job.when, job.client, job.part, job.units]
+        message = json.dumps([about, tree.map(place, job.given)]).encode()
         self.bytes += len(message)
         try:
             worker.pipe.send_bytes(message)
@@ -342,10 +345,10 @@ def _serve(
             autograd.grad(probe.sum(), probe)  # refused where autograd cannot be forked
         pipe.send_bytes(b'"ready"')
         while True:
-            kind, when, client, spec = json.loads(pipe.recv_bytes())
+            about, spec = json.loads(pipe.recv_bytes())
             given = tree.map(lambda place: (inbox if place[0] else common).get(place[1:]), spec)
             try:
-                answer, numbers = _do(bench, one, kind, when, client, given)
+                answer, numbers = _do(bench, one, given, *about)
                 outbox.clear()
                 message = [tree.map(lambda leaf: cast(Any, outbox.put(leaf)), answer), numbers, None]
             except Exception as error:
@@ -358,10 +361,19 @@ def _serve(
     os._exit(0)
 
 
-def _do(bench: Bench, one: One, kind: str, when: Any, client: int, given: Tree) -> tuple[Tree, list[Any]]:
+def _asked(round: int, work: Work, steps: int) -> _Job:
+    """The job that a client's work is."""
+    trees = {"down": work.down, "memory": work.memory, "local": work.local}
+    return _Job("train", round, work.client, trees, steps, work.part)
+
+
+def _do(
+    bench: Bench, one: One, given: Tree, kind: str, when: Any, client: int, part: PartName, steps: int
+) -> tuple[Tree, list[Any]]:
     if kind == "train":
-        (done,) = one.train(bench, when, [Work(client, given["down"], given["memory"])])
-        return {"up": done.up, "memory": done.memory}, [done.loss, done.steps, done.samples]
+        work = Work(client, given["down"], given["memory"], part, given["local"], steps)
+        (done,) = one.train(bench, when, [work])
+        return {"up": done.up, "memory": done.memory, "local": done.local}, [done.loss, done.steps, done.samples]
     with torch.no_grad():
         return {}, one.score(bench, when, [(client, given["params"])])
 

@@ -21,7 +21,7 @@ from torch.func import grad_and_value, vmap
 
 from .. import tree
 from ..batch import Batch
-from ..method import Loss, Method, Phase
+from ..method import Loss, Method
 from ..task import Site, Task
 from ..tree import Params, Tree
 from .data_manager import Samples
@@ -63,14 +63,9 @@ def over_clients(f: Callable[..., Any], *trees: Any) -> Any:
     return vmap(f, in_dims=dims, randomness="error")(*trees)
 
 
-def phase_of(bench: Bench, method: Method, task: Task, number: int) -> Phase:
-    """One of the phases, of the method as a client has it: its functions know the client's own fields."""
-    return bench.phases(0, task, method)[number][0]
-
-
-def loss_of(bench: Bench, method: Method, task: Task, number: int) -> Loss:
-    """The loss of such a phase."""
-    return phase_of(bench, method, task, number).loss or method.loss
+def loss_of(method: Method, task: Task, number: int) -> Loss:
+    """The loss of one of the phases, of the method as a client has it: it knows the client's own fields."""
+    return method.phases(task)[number].loss or method.loss
 
 
 def own(site: Tree) -> Tree:
@@ -128,7 +123,7 @@ class Definition:
 
         def objective(weights: Params, buffers: Params, fixed: Params, local: Tree, site: Tree, b: Tree) -> Any:
             params = {**fixed, **weights, **{name: value.clone() for name, value in buffers.items()}}
-            loss = loss_of(bench, method(site), here(site), self.number)(here(site), params, local, as_batch(b))
+            loss = loss_of(method(site), here(site), self.number)(here(site), params, local, as_batch(b))
             return loss, {name: params[name] for name in buffers}
 
         def step_of(weights: Params, buffers: Params, fixed: Params, local: Tree, site: Tree, b: Tree) -> Any:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
@@ -25,12 +26,13 @@ from ..convolution import Choices
 from ..errors import InputError, Shown
 from ..functional import Net
 from ..method import Method, Phase
+from ..plan import Tables
 from ..task import Site, Task
 from ..tree import Params, Tree
 from . import program
 from .program import Watched, as_batch, over_clients
 from .stage import Stage, TooMany, rows_of, say
-from .trainer import Bench, CompileName, Done, Store, Work
+from .trainer import Bench, CompileName, Done, Store, Work, given
 
 ROWS = 32_768  # samples in one pass of scoring, over all clients
 WORTH_COMPILING = 2_000  # steps of a run from which on compiling the step pays
@@ -49,11 +51,10 @@ class Stacked:
     _pool: Any = None
 
     def train(self, bench: Bench, round: int, works: Sequence[Work], store: Store | None = None) -> Iterator[Done]:
-        """Train every client; results in the order of `works`. With a store, memories come from there and go back."""
+        """Train every client; results in the order of `works`. With a store, memories come from there and new ones go back."""
         if not works:
             return
-        sizes = bench.data.train.sizes
-        order = sorted(range(len(works)), key=lambda i: (-bench.plan.steps(sizes[works[i].client], 1), i))
+        order = sorted(range(len(works)), key=lambda i: (-bench.length(works[i], 1), i))
         cohort: Cohort | None = None
         with _precision(self.exact):
             try:
@@ -131,12 +132,12 @@ class Cohort:
 
     def __init__(self, engine: Stacked, bench: Bench, round: int, works: Sequence[Work], store: Store | None) -> None:
         self.engine, self.bench, self.round, self.works, self.store = engine, bench, round, works, store
-        self.clients = [work.client for work in works]
+        self.clients, self.part = [work.client for work in works], works[0].part
         self.watched = Watched.of(dataclasses.replace(bench.task, round=round))
-        self.phases = bench.phases(round, self.watched)
-        train = bench.data.train
+        self.phases = bench.part(self.part, round, self.watched)
+        train, whole = bench.data.train, bench.phases(round, self.watched)
         self.sizes = [train.sizes[k] for k in self.clients]
-        self.steps = [bench.steps(k, self.phases) for k in self.clients]
+        self.steps = [sum(bench.length(work, epochs) for _, _, epochs in self.phases) for work in works]
         self.x, self.y, self.dtype, self.device = train.x, train.y, bench.task.net.dtype, train.y.device
         self.down = tree.stack_shared([work.down for work in works])
         self.planned = engine.way != "plain"
@@ -149,7 +150,7 @@ class Cohort:
         self.site: Tree = {  # what differs between clients; the samples themselves lie in one shared array
             "index": train.rows(self.clients, self.rows),
             "samples": torch.tensor(self.sizes, dtype=self.dtype, device=self.device),
-            "steps": torch.tensor(self.steps, dtype=self.dtype, device=self.device),
+            "steps": torch.tensor([bench.steps(k, whole) for k in self.clients], dtype=self.dtype, device=self.device),
         }
         if bench.varied:
             self.site["fields"] = {
@@ -164,7 +165,7 @@ class Cohort:
 
     def phase(self, site: Tree, number: int) -> Phase:
         """One of the phases as one client of the stack has it."""
-        return program.phase_of(self.bench, self.method(site), self.task(site), number)
+        return self.method(site).phases(self.task(site))[number]
 
     def _enter(self, site: Tree, local: Tree, number: int) -> Tree:
         enter = self.phase(site, number).enter
@@ -180,18 +181,28 @@ class Cohort:
         place = Site(self.x, self.y, site["index"], site["samples"], site["steps"])
         return dataclasses.replace(self.bench.at(self.round, place), **program.own(site))
 
+    def start(self) -> Tree:
+        """Where the work begins: as the round does, or for clients at an idle part where their generic one has ended."""
+        before: list[Tree] = [work.local if self.part == "idle" else {} for work in self.works]
+        if not all(before):
+            with torch.no_grad():
+                begun: Tree = over_clients(
+                    lambda s, d, m: self.method(s).begin(self.task(s), d, m), self.site, self.down, self.memory
+                )
+            if not any(before):
+                return begun
+            before = [local or tree.unstack(begun, row) for row, local in enumerate(before)]
+        return tree.stack([tree.fit_rows(local, self.bench.method.per_sample, self.rows) for local in before])
+
     def run(self) -> None:
-        """Begin, every phase, finish."""
-        method = self.bench.method
-        with torch.no_grad():
-            local = over_clients(
-                lambda s, d, m: self.method(s).begin(self.task(s), d, m), self.site, self.down, self.memory
-            )
-        for number, (phase, epochs) in enumerate(self.phases):
+        """Begin, every phase, finish. An idle part goes step by step: its length is another one each time."""
+        method, local = self.bench.method, self.start()
+        staged = self.planned and self.part != "idle"
+        for number, phase, epochs in self.phases:
             if phase.enter is not None and method.step is None:
                 with torch.no_grad():
                     local = over_clients(lambda s, mine, at=number: self._enter(s, mine, at), self.site, local)
-            stage = self.engine.stage(self, number, phase, epochs, local) if self.planned else None
+            stage = self.engine.stage(self, number, phase, epochs, local) if staged else None
             if stage is not None:
                 local = stage.run(self, epochs, local)
             elif method.step is not None:
@@ -199,34 +210,36 @@ class Cohort:
             else:
                 local = self._phase(number, phase, epochs, local)
         with torch.no_grad():
-            self.up, self.kept = over_clients(
+            up, kept = over_clients(
                 lambda s, d, m, local: self.method(s).finish(self.task(s), d, m, local),
                 self.site,
                 self.down,
                 self.memory,
                 local,
             )
+        self.up, self.kept, self.local = given(self.part, up, kept, local)
 
     def done(self) -> list[Done]:
         """Every client's result; the one moment at which the host waits for the device."""
         finite = tree.finite_rows(len(self.works), self.up, self.kept)
-        per_sample = self.bench.method.per_sample
         kept: list[Tree] = [{} for _ in self.works]
-        if self.store is not None:
-            self.store.scatter(self.clients, self.kept, per_sample, self.sizes)
-        else:
-            kept = [
-                tree.fit_rows(memory, per_sample, n)
-                for memory, n in zip(tree.rows(self.kept, len(self.works)), self.sizes, strict=True)
-            ]
-        ups = tree.rows(self.up, len(self.works))
+        if self.store is None:
+            kept = self.fitted(self.kept)
+        elif self.part != "generic":
+            self.store.scatter(self.clients, self.kept, self.bench.method.per_sample, self.sizes)
+        ups, left = tree.rows(self.up, len(self.works)), self.fitted(self.local)
         totals, good = torch.stack([self.total.double(), finite.to(self.total.device).double()]).tolist()
         return [
-            Done(client, up, memory, total / max(1, steps), steps, size, bool(ok))
-            for client, up, memory, total, steps, size, ok in zip(
-                self.clients, ups, kept, totals, self.steps, self.sizes, good, strict=True
+            Done(client, up, memory, total / max(1, steps), steps, size, bool(ok), local)
+            for client, up, memory, total, steps, size, ok, local in zip(
+                self.clients, ups, kept, totals, self.steps, self.sizes, good, left, strict=True
             )
         ]
+
+    def fitted(self, stack: Tree) -> list[Tree]:
+        """Each client's entry of a stacked tree, without the padding of what has a row for each sample."""
+        entries, per_sample = tree.rows(stack, len(self.works)), self.bench.method.per_sample
+        return [tree.fit_rows(entry, per_sample, n) for entry, n in zip(entries, self.sizes, strict=True)]
 
     def signature(self, phase: Phase, epochs: int, local: Tree) -> tuple[Any, ...]:
         """What a program of this phase depends on, besides the method and the model."""
@@ -247,7 +260,7 @@ class Cohort:
 
         def objective(weights: Params, buffers: Params, fixed: Params, local: Tree, site: Tree, b: Tree) -> Any:
             params = {**fixed, **weights, **{name: value.clone() for name, value in buffers.items()}}
-            loss_of = program.loss_of(bench, self.method(site), self.task(site), number)
+            loss_of = program.loss_of(self.method(site), self.task(site), number)
             loss = loss_of(self.task(site), params, local, as_batch(b))
             return loss, {name: params[name] for name in buffers}
 
@@ -311,11 +324,14 @@ class Cohort:
 
     def lengths(self, epochs: int) -> list[int]:
         """How many steps of a phase each client takes, the longest first."""
-        return [self.bench.plan.steps(n, epochs) for n in self.sizes]
+        return [self.bench.length(work, epochs) for work in self.works]
 
     def tables(self, epochs: int, width: int) -> dict[str, Tensor]:
         """A phase's batches: `rows` are places in the shared array, `index` among the client's own samples."""
-        found = self.bench.plan.tables(self.round, self.clients, self.sizes, epochs, width, self.device)
+        if self.part == "idle":
+            found = self._drawn(width)
+        else:
+            found = self.bench.plan.tables(self.round, self.clients, self.sizes, epochs, width, self.device)
         starts = torch.tensor([self.bench.data.train.starts[k] for k in self.clients], device=self.device)
         return {
             "rows": found.index + starts[:, None],
@@ -323,6 +339,20 @@ class Cohort:
             "mask": found.real.to(self.dtype),
             "key": found.key,
         }
+
+    def _drawn(self, width: int) -> Tables:
+        """The tables of clients that take any number of steps each: drawn client by client, as many epochs as it needs."""
+        plan, shape = self.bench.plan, (self.steps[0], len(self.works))
+        index, key = np.full((*shape, width), -1, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        for row, (client, n, steps) in enumerate(zip(self.clients, self.sizes, self.steps, strict=True)):
+            size, per_epoch = min(plan.batch_size, n), plan.steps(n, 1)
+            drawn = np.full((-(-steps // per_epoch), per_epoch * size), -1, dtype=np.int64)
+            for epoch, order in enumerate(drawn):
+                order[:n] = plan.order(self.round, client, n, epoch)
+            index[:steps, row, :size] = drawn.reshape(-1, size)[:steps]
+            key[:steps, row] = plan.step_keys(self.round, client, steps)
+        places = torch.from_numpy(index).to(self.device)
+        return Tables(places.clamp(min=0), places >= 0, torch.from_numpy(key).to(self.device))
 
     def _batches(self, epochs: int) -> Iterator[tuple[int, Tree]]:
         """For each step: how many clients still work, and their batches, padded to one width."""

@@ -13,7 +13,7 @@ import gc
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -38,20 +38,37 @@ MANY, TINY = 50, 20_000  # clients and parameters from which on, and below which
 EngineName: TypeAlias = Literal["auto", "one", "stacked"]
 CompileName: TypeAlias = Literal["auto", "on", "off"]
 PrecisionName: TypeAlias = Literal["tf32", "bf16", "full"]
+PartName: TypeAlias = Literal["all", "generic", "idle"]
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a client is asked to train from."""
+    """What a client is asked to train from, and which part of its round.
+
+    "generic" is all up to the upload: the phases of `params`. "idle" is what may follow it: `steps` SGD steps of the one
+    phase of another model, from the `local` that the generic part left, or as the round begins where that is empty.
+    """
 
     client: int
     down: Tree
     memory: Tree = field(default_factory=dict)
+    part: PartName = "all"
+    local: Tree = field(default_factory=dict)  # of an idle part; entries named by `per_sample` are fitted as a memory's
+    steps: int = 0  # of an idle part
+
+    def __post_init__(self) -> None:
+        if self.part not in get_args(PartName):
+            raise ValueError(f"part = {self.part!r}: should be one of {', '.join(get_args(PartName))}")
+        if self.steps < 0:
+            raise ValueError(f"steps = {self.steps}: should be at least 0")
 
 
 @dataclass(frozen=True)
 class Done:
-    """What a client's training gave. `loss` is the mean over its steps; `finite` whether all that it left is."""
+    """What a client's training gave. `loss` is the mean over its steps; `finite` whether what goes up and what is kept is.
+
+    A generic part gives `up` and `local` and leaves the memory as it was, an idle one gives `memory` alone.
+    """
 
     client: int
     up: Tree
@@ -60,6 +77,12 @@ class Done:
     steps: int
     samples: int
     finite: bool = True
+    local: Tree = field(default_factory=dict)
+
+
+def given(part: PartName, up: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree, Tree]:
+    """Of the end of a client's work what a part gives: (up, memory, local)."""
+    return {} if part == "idle" else up, {} if part == "generic" else memory, local if part == "generic" else {}
 
 
 class Planned(Protocol):
@@ -124,11 +147,28 @@ class Bench:
     data: Held
     varied: Mapping[str, Sequence[float]] = field(default_factory=dict)  # fields that differ between clients
 
-    def phases(self, round: int, task: Task | None = None, method: Method | None = None) -> list[tuple[Phase, int]]:
+    def phases(self, round: int, task: Task | None = None) -> list[tuple[Phase, int]]:
         """The method's phases with their epochs; phases of no epochs are left out."""
+        return [(phase, epochs) for _, phase, epochs in self.part("all", round, task)]
+
+    def part(self, part: PartName, round: int, task: Task | None = None) -> list[tuple[int, Phase, int]]:
+        """The phases of a part of a round, each with its place among the method's and its epochs.
+
+        Phases of no epochs are left out. The idle part has the phase of another model than `params`, whatever its epochs.
+        """
         task = task or dataclasses.replace(self.task, round=round)
-        phases = [(p, task.epochs if p.epochs is None else p.epochs) for p in (method or self.method).phases(task)]
-        return [(p, epochs) for p, epochs in phases if epochs > 0]
+        every = enumerate(self.method.phases(task))
+        phases = [(number, p, task.epochs if p.epochs is None else p.epochs) for number, p in every]
+        if part == "all":
+            return [found for found in phases if found[2] > 0]
+        if part == "generic":
+            return [found for found in phases if found[2] > 0 and found[1].model == "params"]
+        others = [found for found in phases if found[1].model != "params"]
+        if len(others) > 1:
+            models = ", ".join(phase.model for _, phase, _ in others)
+            name = self.method.id or type(self.method).__name__
+            raise ValueError(f"{name} has {len(others)} phases of other models than params ({models}): should be one")
+        return others
 
     def method_at(self, fields: Tree) -> Method:
         """The method with some fields replaced by a client's own numbers (tensors, inside `vmap`)."""
@@ -142,6 +182,10 @@ class Bench:
     def steps(self, client: int, phases: list[tuple[Phase, int]]) -> int:
         """SGD steps of one client over all phases."""
         return sum(self.plan.steps(self.data.train.sizes[client], epochs) for _, epochs in phases)
+
+    def length(self, work: Work, epochs: int) -> int:
+        """SGD steps of one phase of a client's work."""
+        return work.steps if work.part == "idle" else self.plan.steps(self.data.train.sizes[work.client], epochs)
 
     def sgd(self, phase: Phase) -> SGD:
         """The optimiser of a phase."""
@@ -214,6 +258,7 @@ class Trainer:
             raise InputError("engine", "stacked", f"'one' for this model: {reason}")
         self.name: EngineName = engine
         net.channels_last = engine == "one" and net.has_convolution and net.device.type == "cpu"
+        net.rewrite(fast and engine == "one")
         self.engine: Engine
         if engine == "stacked":
             way = stacked.way_of(bench, compile, fast)
@@ -260,10 +305,13 @@ class Trainer:
     def train(self, round: int, works: Sequence[Work], store: Store | None = None) -> Iterator[Done]:
         """Train clients as the method says; nothing that comes back shares memory with what is kept elsewhere.
 
-        With a store, every client's memory is taken from there and put back before its result is yielded.
+        With a store, every client's memory is taken from there and, unless the part is the generic one, put back before its
+        result is yielded. All works are of one part.
         """
         from .stacked import Stacked
 
+        if len(parts := {work.part for work in works}) > 1:
+            raise ValueError(f"works of the parts {', '.join(sorted(parts))}: should be of one")
         if isinstance(self.engine, Stacked):
             yield from self._stacks(self.engine, round, works, store)
             return
@@ -272,11 +320,12 @@ class Trainer:
                 group = [dataclasses.replace(work, memory=store.get(work.client)) for work in group]
             for work, done in zip(group, self.engine.train(self.bench, round, group), strict=True):
                 up = tree.unalias(done.up, work.down, work.memory)
-                memory = tree.unalias(done.memory, up, work.down, work.memory)
+                memory = tree.unalias(done.memory, up, work.down, work.memory, work.local)
+                local = tree.unalias(done.local, up, work.down, work.memory) if done.local else {}
                 finite = tree.finite(up) and tree.finite(memory)
-                if store is not None:
+                if store is not None and work.part != "generic":
                     store.put(work.client, memory)
-                yield dataclasses.replace(done, up=up, memory=memory, finite=finite)
+                yield dataclasses.replace(done, up=up, memory=memory, finite=finite, local=local)
 
     def _stacks(self, engine: Stacked, round: int, works: Sequence[Work], store: Store | None) -> Iterator[Done]:
         """As many clients at once as memory allows; the next ones' memories are fetched meanwhile."""

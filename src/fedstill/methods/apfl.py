@@ -38,6 +38,7 @@ class APFL(FedAvg):
     id: ClassVar[str] = "apfl"
     paper: ClassVar[str] = "Deng et al., 2020"
     scores: ClassVar[tuple[str, ...]] = ("personal", "generic")
+    personal_passes: ClassVar[float] = 1.0  # w_k's steps do not depend on v_k's
 
     alpha: float = setting(0.5, "α, the personal model's share in the mixture, at first", least=0, most=1)
     adaptive: bool = setting(True, "let each client learn its α")

@@ -36,6 +36,7 @@ class Ditto(FedAvg):
     id: ClassVar[str] = "ditto"
     paper: ClassVar[str] = "Li et al., ICML 2021"
     scores: ClassVar[tuple[str, ...]] = ("personal", "generic")
+    wait_free: ClassVar[bool] = True
 
     lam: float = setting(1.0, "λ, weight of the proximal term", least=0)
     personal_epochs: int = setting(0, "epochs of the personal model; 0: as the experiment's", least=0)

@@ -42,6 +42,7 @@ class FedRoD(FedAvg):
     id: ClassVar[str] = "fedrod"
     paper: ClassVar[str] = "Chen and Chao, ICLR 2022"
     scores: ClassVar[tuple[str, ...]] = ("personal", "generic")
+    wait_free: ClassVar[bool] = True
 
     generic_loss: Literal["balanced", "ce"] = setting("balanced", "balanced softmax, or plain cross-entropy")
     personal_head: bool = setting(True, "whether there are personal heads")

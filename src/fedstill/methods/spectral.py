@@ -39,6 +39,7 @@ class SpectralCoDistillation(FedAvg):
     id: ClassVar[str] = "spectral"
     paper: ClassVar[str] = "Chen et al., NeurIPS 2023"
     scores: ClassVar[tuple[str, ...]] = ("personal", "generic")
+    wait_free: ClassVar[bool] = True
 
     lam_g: float = setting(0.05, "λ_G, weight of the spectral term in the generic phase", least=0)
     lam_p: float = setting(0.01, "λ_p, weight of the spectral term in the personal phase", least=0)

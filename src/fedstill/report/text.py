@@ -10,6 +10,7 @@ import numpy as np
 
 from .. import scores, settings
 from ..evaluate import Evaluation
+from ..server.asynchrony import Asynchrony
 from ..server.rules import Rule
 from . import costs
 from .costs import NONE
@@ -238,7 +239,7 @@ def notes(runs: Sequence[Run], found: Sequence[Row], facts: Facts = UNKNOWN) -> 
     engines = " or ".join(sorted({run.engine for run in runs}))
     rounds = f"{training.rounds} rounds, participation {training.participation:g}, {epochs}"
     lines.append(f"{rounds}, batch {training.batch_size}, lr {training.lr:g}; engine {engines}")
-    return [*lines, *differing, *server_lines(grouped(runs))]
+    return [*lines, *differing, *server_lines(grouped(runs)), *time_lines(grouped(runs))]
 
 
 def server_lines(groups: Mapping[str, Sequence[Run]]) -> list[str]:
@@ -249,6 +250,22 @@ def server_lines(groups: Mapping[str, Sequence[Run]]) -> list[str]:
         if rule is not None:
             found.setdefault(rule.words(), []).append(label)
     return [f"server {words}: {', '.join(labels)}" for words, labels in found.items()]
+
+
+def time_lines(groups: Mapping[str, Sequence[Run]]) -> list[str]:
+    """Of runs in simulated time: the devices, how replies are merged and when personal models train, and how long it took."""
+    lines = []
+    for label, runs in groups.items():
+        how = runs[0].training
+        if not how.profile:
+            continue
+        mode = Asynchrony.of(runs[0].method, how, runs[0].task.clients)
+        said = [mode.words()] if mode is not None else []
+        said += [f"wait-free ({how.wait_free})"] if how.wait_free != "off" else []
+        seconds = [run.history[-1]["time"] for run in runs]
+        took = f"{sum(seconds) / len(seconds):,.4g} simulated s on {how.profile}"
+        lines.append(f"time of {label}: {took}{', ' if said else ''}{'; '.join(said)}")
+    return lines
 
 
 def facts_line(facts: Facts) -> str:

@@ -58,21 +58,65 @@ def summary(lines: Sequence[Line], late: str = "drop") -> list[str]:
 
 
 def _shares(lines: Sequence[Line]) -> dict[str, float]:
-    """Of the time of clients that worked, from the order to the end of the round or of their work: what went where."""
+    """Of the time of clients that worked, from the order to the end of the round or of their work: what went where.
+
+    Wait-free, what a client does while it sends or waits is personal work, and that is what counts.
+    """
     total = dict.fromkeys((*PARTS, "waiting"), 0.0)
     for line in lines:
         for i, state in enumerate(line["state"]):
             if state in WORKED:
                 spent = {name: line[name][i] for name in PARTS}
-                total["waiting"] += max(0.0, line["end"] - line["start"] - sum(spent.values()))
+                length = line["end"] - line["start"]
+                if line.get("ahead"):
+                    held = line["hold"][i]
+                    meanwhile = min(spent["personal"], max(0.0, length - spent["download"] - held - spent["generic"]))
+                    spent |= {"personal": meanwhile + held, "upload": max(0.0, spent["upload"] - meanwhile)}
+                total["waiting"] += max(0.0, length - sum(spent.values()))
                 for name, value in spent.items():
                     total[name] += value
     whole = sum(total.values()) or 1.0
     return {NAMES.get(name, name): value / whole for name, value in total.items() if value or name == "waiting"}
 
 
-def draw(lines: Sequence[Line], path: str | Path, title: str = "", note: str = "") -> None:
-    """A row for the server and for each client, fastest on top; a column of bars for each round."""
+def draw(panels: Mapping[str, Sequence[Line]], path: str | Path, note: str = "") -> None:
+    """For each run, by its title: a row for the server and for each client, fastest on top; a column of bars for each round.
+
+    Several runs lie one above the other on one axis of time.
+    """
+    orders = {title: _order(lines) for title, lines in panels.items()}
+    heights = [max(1.6, 0.24 * (len(order) + 1)) for order, _ in orders.values()]
+    figure = _figure(12.5, max(3.2, 1.9 + sum(heights) + 0.75 * (len(panels) - 1)))
+    every = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    seen: set[str] = set()
+    first = min(lines[0]["start"] for lines in panels.values())
+    last = max(_end(lines) for lines in panels.values())
+    for axes, (title, lines) in zip(every, panels.items(), strict=True):
+        order, _ = orders[title]
+        row = {k: i + 1 for i, k in enumerate(order)}
+        for line in lines:
+            _server(axes, line)
+            _clients(axes, line, row, seen)
+        axes.set_xlim(first, first + (1.01 * (last - first) or 1.0))
+        axes.set_ylim(len(order) + 0.6, -0.7)
+        small = len(order) > 25
+        axes.set_yticks(range(len(order) + 1), ["server", *map(str, order)], fontsize=7.5 if small else 9)
+        axes.set_ylabel("client")
+        axes.grid(visible=False)
+        if len(panels) > 1:
+            axes.set_title(title, loc="left", fontsize=10.5, pad=16)
+    every[-1].set_xlabel("simulated time (s)")
+    _legend(every[0], seen, next(iter(panels)) if len(panels) == 1 else "Simulated time")
+    short = [(len(order), count) for order, count in orders.values() if count > len(order)]
+    if short:
+        note = f"{short[0][0]} of the {short[0][1]:,} clients that were asked, from the fastest to the slowest. {note}"
+    if note:
+        _note(figure, note)
+    _save(figure, path)
+
+
+def _order(lines: Sequence[Line]) -> tuple[list[int], int]:
+    """The clients from the fastest to the slowest, evenly thinned where they are many, and how many there were."""
     everyone = {k for line in lines for k in line["clients"]}
     took: dict[int, list[float]] = {k: [] for k in everyone}
     for line in lines:
@@ -80,30 +124,16 @@ def draw(lines: Sequence[Line], path: str | Path, title: str = "", note: str = "
             if line["state"][i] in WORKED:
                 took[k].append(sum(line[name][i] for name in PARTS))
     order = sorted(everyone, key=lambda k: (float(np.mean(took[k])) if took[k] else np.inf, k))
-    if len(order) > CLIENTS:  # from the fastest to the slowest, evenly
-        order = [order[i] for i in np.linspace(0, len(order) - 1, CLIENTS).round().astype(int)]
-    row = {k: i + 1 for i, k in enumerate(order)}
-    figure = _figure(12.5, max(3.2, 1.9 + 0.24 * (len(order) + 1)))
-    axes = figure.subplots()
-    seen: set[str] = set()
-    for line in lines:
-        _server(axes, line)
-        _clients(axes, line, row, seen)
+    if len(order) > CLIENTS:
+        return [order[i] for i in np.linspace(0, len(order) - 1, CLIENTS).round().astype(int)], len(everyone)
+    return order, len(everyone)
+
+
+def _end(lines: Sequence[Line]) -> float:
+    """Where the picture ends: with the last round, and not much later where a reply comes late."""
     start, end = lines[0]["start"], lines[-1]["end"]
     longest = max([end, *(_arrival(line, i) for line in lines for i in range(len(line["clients"])))])
-    axes.set_xlim(start, start + (1.01 * min(longest - start, 1.15 * (end - start)) or 1.0))
-    axes.set_ylim(len(order) + 0.6, -0.7)
-    small = len(order) > 25
-    axes.set_yticks(range(len(order) + 1), ["server", *map(str, order)], fontsize=7.5 if small else 9)
-    axes.set_ylabel("client")
-    axes.set_xlabel("simulated time (s)")
-    axes.grid(visible=False)
-    _legend(axes, lines, seen, title)
-    if len(everyone) > len(order):
-        note = f"{len(order)} of the {len(everyone):,} clients that were asked, from the fastest to the slowest. {note}"
-    if note:
-        _note(figure, note)
-    _save(figure, path)
+    return float(start + min(longest - start, 1.15 * (end - start)))
 
 
 def _server(axes: Axes, line: Line) -> None:
@@ -124,15 +154,22 @@ def _clients(axes: Axes, line: Line, row: Mapping[int, int], seen: set[str]) -> 
     places = np.array([i for i, _ in shown])
     rows = np.array([r for _, r in shown])
     left = np.full(len(shown), float(line["start"]))
+    ahead = bool(line.get("ahead"))
+    height = 0.34 if ahead else 0.72
+    above, below = (rows - 0.19, rows + 0.19) if ahead else (rows, rows)  # wait-free: messages above, work below
     for name, colour in PARTS.items():
         width = np.array(line[name])[places]
-        axes.barh(rows, width, left=left, height=0.72, color=colour, linewidth=0)
         if width.any():
             seen.add(name)
-        left = left + width
+        if ahead and name == "generic":
+            left = left + np.array(line["hold"])[places]
+        message = name in ("download", "upload")
+        axes.barh(above if message else below, width, left=left, height=height, color=colour, linewidth=0)
+        if not (ahead and name == "personal"):
+            left = left + width
     states = np.array(line["state"])[places]
     merged = states == "merged"
-    axes.barh(rows[merged], line["end"] - left[merged], left=left[merged], height=0.72, color=WAIT, linewidth=0)
+    axes.barh(above[merged], line["end"] - left[merged], left=left[merged], height=height, color=WAIT, linewidth=0)
     for state, (marker, colour, _) in MARKS.items():
         chosen = states == state
         if chosen.any():
@@ -141,10 +178,11 @@ def _clients(axes: Axes, line: Line, row: Mapping[int, int], seen: set[str]) -> 
 
 
 def _arrival(line: Line, i: int) -> float:
-    return float(line["start"] + sum(line[name][i] for name in PARTS))
+    parts = ("download", "hold", "generic", "upload") if line.get("ahead") else PARTS
+    return float(line["start"] + sum(line[name][i] for name in parts))
 
 
-def _legend(axes: Axes, lines: Sequence[Line], seen: set[str], title: str) -> None:
+def _legend(axes: Axes, seen: set[str], title: str) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from ..task import Task
 from ..transport import Order, Reply, Transport
 from ..tree import Tree
 from .aggregator import Aggregator
+from .background import Background
 from .flight import Flight
 from .sampler import Memory, Sampler, uniform
 from .schedule import Schedule
@@ -49,6 +50,7 @@ class Coordinator:
     samples: Sequence[int] = ()  # training samples of each client, where they are known
     candidates: int = 0  # d of the sampler power-of-choice
     memory: Memory = field(default_factory=Memory)  # what the sampler may go by
+    background: Background | None = None  # wait-free: personal work until the next download
     schedule: Schedule | None = None  # simulated time; None: whoever answers is merged
     upload: Callable[[Sequence[Order]], float] = lambda orders: (
         0.0
@@ -81,8 +83,10 @@ class Coordinator:
             began = time.perf_counter()
             task = dataclasses.replace(self.task, round=t)
             cohort = self.cohort(t)
-            orders = [Order("train", t, k, self.method.send(task, server, k)) for k in cohort]
+            work: Literal["all", "generic"] = "all" if self.background is None else "generic"
+            orders = [Order("train", t, k, self.method.send(task, server, k), work=work) for k in cohort]
             carried, asked = self.transport.seconds, time.perf_counter()
+            others, idle = yield from self._interrupted(task, server, orders)
             answers, replies, timed = yield from self._answered(task, server, orders)
             waited = time.perf_counter() - asked
             server = self._merged(task, server, replies)
@@ -95,11 +99,12 @@ class Coordinator:
                 "missing": sorted(set(cohort) - {r.client for r in replies if r.round == t} - self._under_way()),
                 "loss": sum(losses) / max(1.0, sum(weights)),
                 "steps": int(sum(weights)),
-                **traffic(orders, answers),
+                **traffic([*orders, *others], answers),
                 "train_seconds": took,
                 **split(self.transport.seconds - carried, waited, took),
                 **self.watch(answers),
                 **timed,
+                **idle,
                 **self._remembered(cohort, replies),
             }
             self.memory.take(record)
@@ -188,11 +193,51 @@ class Coordinator:
         sent = dict(zip([r.client for r in answers], each(r.up for r in answers), strict=True))
         gone = sorted(set(asked) - set(sent) - set(refused))
         down, up = np.array(each(o.down for o in orders), float), np.array([sent.get(k, 0) for k in asked], float)
-        work = epochs(self.method, task)
+        generic, personal = epochs(self.method, task)
+        work = (generic, personal if self.background is None else 0.0)
         outcome = self.schedule.close(task.round, asked, self.per_round, work, down, up, gone, refused)
+        if self.background is not None:
+            outcome = self.background.note(outcome)
         replies = self.schedule.take(outcome, answers)
         abandoned = len(replies) < self.aggregator.minimum
-        return replies, {**outcome.record(), "abandoned": abandoned, "timeline": outcome.timeline()}
+        more = {} if self.background is None else self.background.record()
+        return replies, {**outcome.record(), **more, "abandoned": abandoned, "timeline": outcome.timeline()}
+
+    def _interrupted(
+        self, task: Task, server: Tree, orders: Sequence[Order]
+    ) -> Generator[list[Order], list[Reply] | None, tuple[list[Order], Record]]:
+        """Wait-free: personal training ends where a download arrives; who is sent the model besides goes on from that."""
+        behind, schedule = self.background, self.schedule
+        if behind is None or schedule is None:
+            return [], {}
+        asked = {order.client for order in orders}
+        rest = [k for k in schedule.present(task.round, self.present()) if k not in asked] if behind.everyone else []
+        others = [Order("begin", task.round, k, self.method.send(task, server, k)) for k in rest]
+        sent = [*orders, *others]
+        when = behind.downloads([order.client for order in sent], each(order.down for order in sent))
+        arrives = {order.client: schedule.now + seconds for order, seconds in zip(sent, when, strict=True)}
+        replies = yield from self._idle({k: at for k, at in arrives.items() if k in behind.since}, keep=True)
+        for k in arrives:
+            behind.since.pop(k, None)
+        if others:
+            yield others
+            behind.since.update({k: (task.round, arrives[k]) for k in rest})
+        return others, {"personal_steps": int(sum(reply.report["steps"] for reply in replies))}
+
+    def _idle(self, until: Mapping[int, float], keep: bool) -> Generator[list[Order], list[Reply] | None, list[Reply]]:
+        """Personal training of these clients up to a moment of each."""
+        behind = self.background
+        assert behind is not None
+        replies: list[Reply] = []
+        for t in sorted({behind.since[k][0] for k in until}):
+            orders = [
+                Order("idle", t, k, {}, steps=behind.steps(k, at), keep=keep)
+                for k, at in sorted(until.items())
+                if behind.since[k][0] == t
+            ]
+            replies += (yield orders) or []
+        self.aggregator.check(self.task, replies)
+        return replies
 
     def _remembered(self, cohort: list[int], replies: Sequence[Reply]) -> Record:
         """What a sampler may go by later, where it is not the one that needs nothing."""
@@ -202,6 +247,9 @@ class Coordinator:
 
     def score(self, server: Tree, round: int) -> Generator[list[Order], list[Reply] | None, Record]:
         """Every client's models on its own data, and the generic model on the common test set."""
+        if self.background is not None and self.schedule is not None:
+            last = round == self.task.rounds
+            yield from self._idle(dict.fromkeys(self.background.since, self.schedule.now), keep=last)
         task = dataclasses.replace(self.task, round=round)
         generic = self.method.generic(task, server) if "generic" in self.method.scores else None
         found: Record = {}
@@ -220,5 +268,5 @@ class Coordinator:
 def epochs(method: Method, task: Task) -> tuple[float, float]:
     """The epochs of a client's round: of the model that goes up (`params`), and of any other, which is its own."""
     found = [(phase.model, task.epochs if phase.epochs is None else phase.epochs) for phase in method.phases(task)]
-    generic, personal = ([n for model, n in found if (model == "params") is side] for side in (True, False))
-    return float(sum(generic)), float(sum(personal))
+    generic, personal = (float(sum(n for model, n in found if (model == "params") is side)) for side in (True, False))
+    return generic, personal + generic * method.personal_passes

@@ -51,7 +51,11 @@ class Flight(Schedule):
         drops = np.isin(who, list(gone))
         whole = self.clock.spans(who, down, np.where(drops, 0.0, up), epochs)
         spans = Spans(
-            whole.download, whole.generic * ~drops, whole.personal * ~drops, np.where(drops, 0.0, whole.upload)
+            whole.download,
+            whole.generic * ~drops,
+            whole.personal * ~drops,
+            np.where(drops, 0.0, whole.upload),
+            whole.hold,
         )
         leaving = {int(who[i]): self.now + float(spans.arrival[i]) for i in np.flatnonzero(~drops)}
         self.orders |= {order.client: order for order in orders if order.client in leaving}

@@ -69,6 +69,7 @@ class Outcome:
     spans: Spans
     folded: list[int]  # whose replies of earlier rounds arrived in this one and are merged with it
     busy: dict[int, float]  # who is still at work after it, and when its reply arrives
+    free: dict[int, float] = field(default_factory=dict)  # when personal work ends that goes on after it (wait-free)
 
     def of(self, state: str) -> list[int]:
         """Those that were asked and came to this."""
@@ -84,6 +85,8 @@ class Outcome:
             "refused": self.of("refused"),
             "folded": self.folded,
             "busy": {str(k): arrival for k, arrival in self.busy.items()},
+            **({"ready": max([self.end, *self.free.values()])} if self.spans.ahead else {}),
+            **({"free": {str(k): when for k, when in self.free.items()}} if self.free else {}),
         }
 
     def timeline(self) -> dict[str, Any]:
@@ -99,7 +102,12 @@ class Outcome:
             "state": self.state,
             **{name: part.tolist() for name, part in parts.items()},
             "folded": self.folded,
+            **({"hold": s.hold.tolist(), "ahead": True} if s.ahead else {}),
         }
+
+    def with_personal(self, seconds: Floats) -> Outcome:
+        """The same with other seconds of personal work."""
+        return dataclasses.replace(self, spans=dataclasses.replace(self.spans, personal=seconds))
 
 
 @dataclass
@@ -112,12 +120,15 @@ class Schedule:
     now: float = 0.0
     busy: dict[int, float] = field(default_factory=dict)  # when the reply of a client that came too late arrives
     held: dict[int, Reply] = field(default_factory=dict)  # these replies, where they are to be folded in
+    ahead: bool = False  # uploads leave before personal work begins
+    free: dict[int, float] = field(default_factory=dict)  # when a client's personal work ends (wait-free)
 
     def go_on(self, history: Sequence[Mapping[str, Any]], held: Tree) -> None:
         """As it was after these records, with the replies that a checkpoint kept."""
         if history:
             self.now = float(history[-1]["time"])
             self.busy = {int(k): float(arrival) for k, arrival in history[-1]["busy"].items()}
+            self.free = {int(k): float(when) for k, when in history[-1].get("free", {}).items()}
         for k, kept in held.items():
             report = {name: float(value) for name, value in kept["report"].items()}
             self.held[int(k)] = Reply("train", int(kept["round"]), int(k), kept["up"], report)
@@ -171,7 +182,14 @@ class Schedule:
         up = np.where(works, up, 0.0)
         whole = self.clock.spans(who, np.broadcast_to(down, who.shape), up, epochs)
         upload = np.where(drops, 0.0, whole.upload)  # who refuses says so after the download
-        spans = Spans(whole.download, whole.generic * works, whole.personal * works, upload)
+        spans = Spans(
+            whole.download,
+            whole.generic * works,
+            whole.personal * works,
+            upload,
+            self._hold(who, whole.download) * works,
+            self.ahead,
+        )
         places = np.flatnonzero(works)
         arrivals = spans.arrival[places]
         wait, first = self.trigger.fire(arrivals, goal, bool(drops.any()))
@@ -190,7 +208,19 @@ class Schedule:
         busy = {k: arrival for k, arrival in sorted(pending.items()) if k not in free}
         states, start = [STATES[i] for i in state], self.now
         self.now, self.busy = end, busy
-        return Outcome(round, start, closed, end, _numbers(who), states, spans, folded, busy)
+        self.free = self._free(start, who[places], spans, places) if self.ahead else {}
+        return Outcome(round, start, closed, end, _numbers(who), states, spans, folded, busy, self.free)
+
+    def _hold(self, who: Ints, download: Floats) -> Floats:
+        """How long each is still at its personal work when the download has arrived."""
+        until = np.array([self.free.get(int(k), 0.0) for k in who])
+        return np.maximum(0.0, until - (self.now + download))
+
+    def _free(self, start: float, who: Ints, spans: Spans, places: NDArray[np.intp]) -> dict[int, float]:
+        """When the personal work of each ends, where it goes on after the round."""
+        ends = start + (spans.download + spans.hold + spans.generic + spans.personal)[places]
+        every = {**self.free, **{int(k): float(end) for k, end in zip(who, ends, strict=True)}}
+        return {k: when for k, when in sorted(every.items()) if when > self.now}
 
 
 def _numbers(clients: Ints) -> list[int]:

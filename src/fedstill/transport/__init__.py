@@ -13,22 +13,27 @@ from ..tree import Params, Tree
 class Order:
     """What the server asks of a client in a round: to train, or to score models on its own data.
 
-    `generic` is the model for everybody, sent along where the client is to score it.
+    `generic` is the model for everybody, sent along where the client is to score it. Wait-free: `train` with `work` "generic"
+    leaves personal training for later; `begin` is a model for a client that is not asked to train, from which its personal
+    training goes on; `idle` says how many `steps` that has made since, for good or (`keep` false) for a score only.
     """
 
-    kind: Literal["train", "score"]
+    kind: Literal["train", "score", "begin", "idle"]
     round: int
     client: int
     down: Tree
     generic: Params | None = None
     part: str = "test"
+    work: Literal["all", "generic"] = "all"
+    steps: int = 0
+    keep: bool = True
 
 
 @dataclass(frozen=True)
 class Reply:
     """A client's answer. `up` is all that leaves the client in training; `report` holds plain numbers."""
 
-    kind: Literal["train", "score"]
+    kind: Literal["train", "score", "begin", "idle"]
     round: int
     client: int
     up: Tree = field(default_factory=dict)

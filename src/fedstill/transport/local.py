@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 
@@ -47,7 +48,7 @@ class LocalTransport:
         generic = None if arrived.generic is None else tree.to(arrived.generic, device)
         down = tree.to(arrived.down, device)
         self.seconds += time.perf_counter() - began
-        return Order(arrived.kind, arrived.round, arrived.client, down, generic, arrived.part)
+        return dataclasses.replace(arrived, down=down, generic=generic)
 
     def _travel_up(self, reply: Reply) -> Reply:
         if not self.through_wire:
