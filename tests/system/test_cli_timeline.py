@@ -50,6 +50,47 @@ def test_a_run_is_drawn_and_summed_up(capsys) -> None:
     assert main(["timeline", "kept", "--rounds", "2"]) == 0
 
 
+def test_wait_free_beside_compute_and_wait(capsys) -> None:
+    for pace in ("off", "fixed"):
+        assert main(["run", "ditto", *TINY, "--profile", "lognormal:0.5", "--wait-free", pace, "--out", pace]) == 0
+    off, fixed = (
+        [json.loads(line) for line in Path(name, "timeline.jsonl").read_text().splitlines()]
+        for name in ("off", "fixed")
+    )
+    assert fixed[-1]["end"] < off[-1]["end"]
+    assert "wait-free (fixed)" in capsys.readouterr().out
+    assert main(["timeline", "off", "fixed", "--out", "both.png"]) == 0
+    out = capsys.readouterr().out
+    assert out.index("off:") < out.index("fixed:") < out.index("picture: both.png")
+    assert f"rounds 1–3: {fixed[-1]['end']:,.4g} simulated seconds" in out
+    assert Path("both.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_asynchronous_run_is_drawn_and_says_what_it_was(capsys) -> None:
+    given = [
+        "--profile",
+        "lognormal:0.9",
+        "--mode",
+        "fedbuff",
+        "--buffer",
+        "2",
+        "--mixing",
+        "0.5",
+        "--personal-cap",
+        "3",
+    ]
+    assert main(["run", "fedavg", *TINY, *given, "--out", "kept"]) == 0
+    out = capsys.readouterr().out
+    assert "--mixing has no effect without --mode fedasync" in out
+    assert "--personal-cap has no effect without --wait-free until-download" in out
+    assert "fedbuff, K 2, η 1, staleness polynomial a 0.5" in out
+    assert main(["timeline", "kept"]) == 0
+    assert "merged (" in capsys.readouterr().out
+    assert "should be 'sync' for scaffold" in refused(
+        capsys, "run", "scaffold", *TINY, "--profile", "uniform", "--mode", "fedasync"
+    )
+
+
 def test_what_cannot_be_drawn_is_refused_in_a_line(capsys) -> None:
     assert "folders of runs" in refused(capsys, "timeline")
     assert "each once" in refused(capsys, "timeline", "a", "a")
@@ -102,8 +143,9 @@ def test_many_clients_and_empty_rounds_can_be_drawn(tmp_path) -> None:
 
     empty = {"round": 1, "start": 0.0, "closed": 0.0, "end": 0.0, "clients": [], "state": [], "folded": []}
     empty |= {name: [] for name in ("download", "generic", "personal", "upload")}
-    draw([empty], tmp_path / "empty.png")
+    draw({"one": [empty]}, tmp_path / "empty.png")
     many = {**empty, "round": 2, "closed": 9.0, "end": 9.0, "clients": list(range(200)), "state": ["merged"] * 200}
     many |= {name: [0.01 * i for i in range(200)] for name in ("download", "generic", "personal", "upload")}
-    draw([empty, many], tmp_path / "many.png", "t", "n")
+    ahead = {**many, "ahead": True, "hold": [0.001 * i for i in range(200)]}
+    draw({"one": [empty, many], "other": [ahead]}, tmp_path / "many.png", "n")
     assert (tmp_path / "many.png").is_file()

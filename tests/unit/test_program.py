@@ -24,6 +24,7 @@ from fedstill.edge.stage import Stage, TooMany
 from fedstill.edge.trainer import Work
 from fedstill.experiment import Training
 from fedstill.journal import Journal
+from fedstill.plan import Plan
 from fedstill.task import Task
 from fedstill.tree import Params, Tree
 
@@ -88,6 +89,31 @@ def test_a_program_equals_the_plain_way_without_momentum_and_with_nesterov(monke
         with monkeypatch.context() as patch:
             patch.setattr(stacked, "way_of", lambda *given: "traced")
             assert distance(states(plain), states(run(fs.FedAvg(), "plain", engine="stacked", **how))) < 1e-12
+
+
+@pytest.mark.parametrize("share", [1.0, 0.6])
+def test_batches_are_drawn_once_and_ahead_where_everybody_takes_part(share: float, traced, monkeypatch) -> None:
+    asked, tables = [], Plan.tables
+
+    def look(self, round, *given):
+        asked.append(round)
+        return tables(self, round, *given)
+
+    monkeypatch.setattr(Plan, "tables", look)
+    how = {"participation": share, "rounds": 3}
+    when = []  # how many rounds were over when each was drawn
+    ended = Stacked.train
+
+    def count(self, *given):
+        yield from ended(self, *given)
+        when.append(len(asked))
+
+    monkeypatch.setattr(Stacked, "train", count)
+    found = run(fs.Ditto(), engine="stacked", **how)  # two phases
+    assert when == ([2, 3, 3] if share == 1 else [1, 2, 3])
+    assert asked == [1, 2, 3]  # both models see the same batches
+    assert {key[0] for key in found.trainer.engine.drawn} == {3}
+    assert distance(states(run(fs.Ditto(), engine="one", **how)), states(found)) < 1e-10
 
 
 class Pools(nn.Module):

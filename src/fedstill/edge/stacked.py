@@ -47,6 +47,7 @@ class Stacked:
     exact: bool = False  # float32 products in full precision, no TF32
     choices: Choices = field(default_factory=Choices)
     bytes_a_client: float = 0.0  # of the device's memory that a step was seen to take
+    drawn: dict[Any, dict[str, Tensor]] = field(default_factory=dict)  # batches of this round and the next
     _stages: dict[Any, Stage | None] = field(default_factory=dict)
     _pool: Any = None
 
@@ -328,10 +329,27 @@ class Cohort:
 
     def tables(self, epochs: int, width: int) -> dict[str, Tensor]:
         """A phase's batches: `rows` are places in the shared array, `index` among the client's own samples."""
+        return self._tables(self.round, epochs, width) if self.part == "idle" else self._once(self.round, epochs, width)
+
+    def draw_ahead(self, epochs: int, width: int) -> None:
+        """The next round's batches, while the device is at work on this one's: where everybody takes part, they are known."""
+        if len(self.clients) == len(self.bench.data.train.sizes) and self.round < self.bench.task.rounds:
+            self._once(self.round + 1, epochs, width)
+
+    def _once(self, round: int, epochs: int, width: int) -> dict[str, Tensor]:
+        """Tables that several phases of a round share, kept for this round and the next."""
+        near = range(self.round, self.round + 2)
+        self.engine.drawn = drawn = {key: found for key, found in self.engine.drawn.items() if key[0] in near}
+        key = (round, epochs, width, *self.clients)
+        if key not in drawn:
+            drawn[key] = self._tables(round, epochs, width)
+        return drawn[key]
+
+    def _tables(self, round: int, epochs: int, width: int) -> dict[str, Tensor]:
         if self.part == "idle":
             found = self._drawn(width)
         else:
-            found = self.bench.plan.tables(self.round, self.clients, self.sizes, epochs, width, self.device)
+            found = self.bench.plan.tables(round, self.clients, self.sizes, epochs, width, self.device)
         starts = torch.tensor([self.bench.data.train.starts[k] for k in self.clients], device=self.device)
         return {
             "rows": found.index + starts[:, None],

@@ -145,6 +145,7 @@ class Stage:
                 fixed = {n: v[:active] for n, v in wanted["fixed"].items()}
                 marks = torch.tensor(ended, device=cohort.device)
                 cohort.end_epoch(self.definition.number, marks, tree.map(head, before), now, fixed)
+        cohort.draw_ahead(epochs, self.width)
         cohort.total = mine["total"][:n].clone()
         if method.step is not None:
             return tree.map(lambda leaf: leaf[:n].clone(), mine["local"])
@@ -161,7 +162,7 @@ class Stage:
 
     def _load_tables(self, cohort: Cohort, epochs: int) -> list[int]:
         """The round's batches; rows without a client, or past its last step, are not live and get samples all the same."""
-        found, lengths = cohort.tables(epochs, self.width), cohort.lengths(epochs)
+        found, lengths = dict(cohort.tables(epochs, self.width)), cohort.lengths(epochs)
         steps, n = found["key"].shape
         after = torch.arange(steps, device=cohort.device)[:, None] < torch.tensor(lengths, device=cohort.device)
         found["mask"] = torch.where(after.unsqueeze(2), found["mask"], 1)
