@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
 import time
 import types
@@ -371,6 +373,19 @@ def test_this_machine_is_read_with_and_without_psutil(monkeypatch) -> None:
     assert SystemMonitor(Policy(battery=0.2)).refusal(1, 0) == "battery at 15%, below 20%"
     told.net_if_stats = dict
     assert SystemMonitor(Policy()).refusal(1, 0) == "no network"
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").is_file(), reason="no /proc to compare with")
+def test_this_machine_is_read() -> None:
+    """With psutil itself, against what the kernel says."""
+    assert importlib.util.find_spec("psutil") is not None  # the test environment has it
+    told = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free, whole = (int(told[name].split()[0]) for name in ("MemAvailable", "MemTotal"))
+    found = monitor.read()
+    assert found.memory == pytest.approx(free / whole, abs=0.1)
+    assert found.load == pytest.approx(min(1.0, os.getloadavg()[0] / os.cpu_count()), abs=0.1)
+    assert 0 < found.battery <= 1
+    assert SystemMonitor(Policy(memory=1.0)).refusal(1, 0) is not None
 
 
 def test_streams_of_draws_do_not_meet() -> None:
