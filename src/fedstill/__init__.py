@@ -47,8 +47,9 @@ from .methods.pfedme import PFedMe
 from .methods.pfedsd import PFedSD
 from .methods.scaffold import SCAFFOLD
 from .methods.spectral import SpectralCoDistillation
+from .result import Run
 from .settings import setting
-from .simulation import Run, resume, run, simulate
+from .simulation import resume, run, simulate
 from .task import Task
 
 METHODS = _methods.METHODS

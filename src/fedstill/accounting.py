@@ -22,7 +22,7 @@ from .server.traffic import SPLIT, nbytes
 
 if TYPE_CHECKING:
     from .edge.trainer import Bench
-    from .simulation import Run
+    from .result import Run
     from .tree import Tree
 
 __all__ = ["Cost", "Flops", "Work", "cost", "nbytes", "numbers", "seconds"]

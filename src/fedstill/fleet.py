@@ -25,8 +25,9 @@ from .edge.stage import say
 from .edge.trainer import Bench, Done, Work
 from .experiment import Experiment
 from .plan import Plan
+from .result import Run
 from .server.sampler import BY_PLAN
-from .simulation import Course, Progress, Run, Simulation, begin
+from .simulation import Course, Progress, Simulation, begin
 from .transport import Order, Reply
 from .tree import Tree
 

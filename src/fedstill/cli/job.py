@@ -16,8 +16,8 @@ from ..method import Method
 from ..methods import METHODS
 from ..report.local_work import without_effect
 from ..report.text import Facts
+from ..result import Run
 from ..server.sampler import BY_PLAN
-from ..simulation import Run
 from . import keep
 from .live import Watch, watch
 from .screen import results, say

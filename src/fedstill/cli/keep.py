@@ -16,7 +16,7 @@ from ..journal import Journal, write
 from ..report import figures
 from ..report.summary import ours, summary
 from ..report.text import Facts
-from ..simulation import Run
+from ..result import Run
 
 SUMMARY, FIGURE, RUN = "summary.json", "figure.png", "experiment.toml"
 DEMO = "demo"  # the command that may replace what it made

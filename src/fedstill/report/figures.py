@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ..simulation import Run
+    from ..result import Run
 
 MISSING = "pip install 'fedstill[figures]' draws pictures (matplotlib is not installed)"
 # Okabe & Ito's colours, which readers with any colour vision can tell apart; yellow left out: too pale for a line

@@ -11,7 +11,7 @@ from ..method import Method, Phase
 from ..task import Task
 
 if TYPE_CHECKING:
-    from ..simulation import Run
+    from ..result import Run
 
 
 FEW = 6  # methods up to which all are named

@@ -11,7 +11,7 @@ from .text import GENERIC, Facts, Stat, rows, scored, seconds, stat_of
 
 if TYPE_CHECKING:
     from ..experiment import Experiment
-    from ..simulation import Run
+    from ..result import Run
 
 FORMAT = 1
 

@@ -19,7 +19,7 @@ from .local_work import work_lines
 if TYPE_CHECKING:
     from ..data import Federation
     from ..experiment import Experiment
-    from ..simulation import Run
+    from ..result import Run
 
 
 @dataclass(frozen=True)

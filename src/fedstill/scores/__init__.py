@@ -24,7 +24,7 @@ from .forgetting import Forgetting, Watching
 from .further import fine_tuned, joined, newcomers
 
 if TYPE_CHECKING:
-    from ..simulation import Run
+    from ..result import Run
 
 __all__ = [
     "Forgetting",

@@ -22,7 +22,7 @@ from ..task import CHUNK
 from ..tree import Params
 
 if TYPE_CHECKING:
-    from ..simulation import Run
+    from ..result import Run
 
 VOTES = 1 << 22  # samples × classes of one block
 STACK = 8  # models in one pass of the stacked engine

@@ -26,7 +26,7 @@ from ..task import Task
 from ..tree import Params
 
 if TYPE_CHECKING:
-    from ..simulation import Run
+    from ..result import Run
 
 Part: TypeAlias = Literal["head", "all"]
 JOIN = 5  # what the draw is for; plan.py has 1 to 4
