@@ -29,6 +29,7 @@ __all__ = ["Cost", "Flops", "Work", "cost", "nbytes", "numbers", "seconds"]
 
 
 MANY = 1000  # rounds over which epochs that are drawn by round have about their mean
+UNTIL = "personal steps until the next download are another number each time"
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def cost(run: Run, bench: Bench | None = None) -> Cost:
     """
     history = run.history
     found = Cost(
-        steps=_mean([r["steps"] / max(1, len(r["participants"])) for r in history if "steps" in r]),
+        steps=_steps(history),
         bytes_down=_mean([r["bytes_down"] for r in history if "bytes_down" in r]),
         bytes_up=_mean([r["bytes_up"] for r in history if "bytes_up" in r]),
         seconds=seconds(history),
@@ -89,14 +90,10 @@ def cost(run: Run, bench: Bench | None = None) -> Cost:
         counted = flops.count(bench, run.task.round, down, memory, samples, MANY if other else 0)
     except Exception as error:  # a finished run must not be lost because its work cannot be counted
         return dataclasses.replace(found, samples=samples, uncounted=f"{type(error).__name__}: {error}".split("\n")[0])
-    return dataclasses.replace(
-        found,
-        samples=samples,
-        work=counted.work,
-        steps=counted.steps if other else found.steps,
-        numbers_down=numbers(down),
-        numbers_up=numbers(counted.up),
-    )
+    found = dataclasses.replace(found, samples=samples, numbers_down=numbers(down), numbers_up=numbers(counted.up))
+    if run.training.wait_free == "until-download":  # what the method says is not what was done
+        return dataclasses.replace(found, uncounted=UNTIL, steps=None if other else found.steps)
+    return dataclasses.replace(found, work=counted.work, steps=counted.steps if other else found.steps)
 
 
 def numbers(sent: Tree) -> int:
@@ -109,6 +106,13 @@ def seconds(history: Sequence[dict[str, Any]]) -> dict[str, float]:
     records = [record for record in history if all(f"{name}_seconds" in record for name in SPLIT)]
     records = records[1:] or records
     return {name: float(np.mean([r[f"{name}_seconds"] for r in records])) for name in SPLIT} if records else {}
+
+
+def _steps(history: Sequence[dict[str, Any]]) -> float | None:
+    """Mean steps of a participant; personal ones that were made while waiting are the participants', too."""
+    mean = _mean([r["steps"] / max(1, len(r["participants"])) for r in history if "steps" in r])
+    own, took_part = sum(r.get("personal_steps", 0) for r in history), sum(len(r["participants"]) for r in history)
+    return None if mean is None else mean + own / max(1, took_part)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -160,7 +160,8 @@ class Training:
                 right = f"{default[name]!r} with mode {self.mode!r}, which has no rounds that end"
                 raise InputError(name, getattr(self, name), right)
         rests = self.participation < 1 or self.availability < 1
-        if self.wait_free == "until-download" and rests and not self.personal_cap and self.unselected == "cap":
+        until = self.profile and self.wait_free == "until-download"
+        if until and rests and not self.personal_cap and self.unselected == "cap":
             right = "a number of steps for clients that are not asked in a round, or unselected 'broadcast'"
             raise InputError("personal_cap", 0, right)
         if self.profile:

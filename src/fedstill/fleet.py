@@ -62,7 +62,8 @@ def run_together(
     except Apart as why:
         if any(course.history for course in courses):
             raise
-        say(f"the runs go one after another: {why}")
+        if len(courses) > 1:
+            say(f"the runs go one after another: {why}")
         return [_anew(course).run() for course in courses]  # memories may have been changed already
 
 

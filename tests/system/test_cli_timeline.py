@@ -86,6 +86,12 @@ def test_an_asynchronous_run_is_drawn_and_says_what_it_was(capsys) -> None:
     assert "fedbuff, K 2, η 1, staleness polynomial a 0.5" in out
     assert main(["timeline", "kept"]) == 0
     assert "merged (" in capsys.readouterr().out
+    lines = [json.loads(line) for line in Path("kept/timeline.jsonl").read_text().splitlines()]
+    last = [{**lines[-1], "clients": [], "state": [], "folded": [1, 4]}]  # who was asked before, and nobody new
+    assert (
+        report.summary(last, mode="fedbuff")[-1]
+        == "asked 0: 2 merged (2 of them with later ones), 0 dropped out, 0 refused"
+    )
     assert "should be 'sync' for scaffold" in refused(
         capsys, "run", "scaffold", *TINY, "--profile", "uniform", "--mode", "fedasync"
     )
@@ -117,6 +123,10 @@ def test_flags_without_effect_are_named(capsys) -> None:
     out = capsys.readouterr().out
     assert "--late has no effect without --deadline or --over-select" in out
     assert "--candidates has no effect on the sampler uniform" in out
+    given = ["--profile", "uniform", "--wait-free", "until-download", "--personal-epochs", "2"]
+    assert main(["run", "ditto", *TINY, *given]) == 0
+    told = "--personal-epochs has no effect on ditto with --wait-free until-download"
+    assert told in capsys.readouterr().out
 
 
 def test_seeds_in_a_stack_have_their_timelines(capsys) -> None:

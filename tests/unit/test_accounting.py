@@ -326,3 +326,15 @@ def test_the_command_in_the_papers_setting(capsys, tmp_path) -> None:
 def test_the_command_refuses(words: list[str], said: str, capsys) -> None:
     assert main(["costs", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--mode", "fedbuff", "--buffer", "5"], ["--minimum", "5"], ["--wait-free", "until-download"]],
+    ids=lambda w: w[0],
+)
+def test_two_clients_stand_for_all_in_simulated_time_too(words: list[str], capsys) -> None:
+    """Without training, whatever was asked of more clients."""
+    assert main(["costs", "ditto", "--clients", "6", "--profile", "uniform", "--no-time", *words]) == 0
+    out, _ = capsys.readouterr()
+    assert ("FLOPs could not be counted (personal steps until" in out) == ("--wait-free" in words)

@@ -251,7 +251,20 @@ def test_settings_that_do_not_go_together() -> None:
         prepared(fs.FedAvg(), mode="fedbuff", buffer=5, participation=0.5)
 
 
+def test_what_is_said_of_it() -> None:
+    assert "fedbuff, K 4, η 1" in prepared(fs.FedAvg(), mode="fedbuff", participation=0.5).run().table()
+    prepared(fs.FedAvg(), mode="fedasync", buffer=9, participation=0.5)  # FedAsync has no buffer to be too large
+
+
 def test_seeds_go_one_after_another() -> None:
     sims = [prepared(fs.FedAvg(), "stacked", mode="fedasync", seed=seed) for seed in (1, 2)]
     with pytest.raises(fleet.Apart, match="as they arrive"):
         fleet.run([sim.start() for sim in sims])
+
+
+def test_one_run_is_not_told_that_runs_go_apart(capfd) -> None:
+    how = {"rounds": 2, "epochs": 1, "clients": 6, "engine": "stacked", "mode": "fedasync", **SLOW}
+    experiments = [fs.Experiment(method=fs.FedAvg(), seed=seed, **how) for seed in (0, 1)]
+    for some, told in ((experiments[:1], 0), (experiments, 1)):
+        fleet.run_together(some)
+        assert "".join(capfd.readouterr()).count("the runs go one after another") == told

@@ -107,13 +107,17 @@ def test_steps_by_hand(tmp_path: Path) -> None:
     assert [r["time"] for r in run.history] == pytest.approx([end, 2 * end])
     # From the upload (1.5 and 2.125) to the next download (end + 0.5, end + 0.125), at 4 and 2 steps a second.
     steps = [int((end + 0.5 - 1.5) * 4), int((end + 0.125 - 2.125) * 2)]
-    assert [record["personal_steps"] for record in run.history] == [0, sum(steps)]
     assert run.history[0]["background"] == {"0": [1, pytest.approx(1.5)], "1": [1, pytest.approx(2.125)]}
     # The same by the engine's parts, with these numbers; after the last round personal training counts until its end.
     bench, trainer, method = run.trainer.bench, run.trainer, run.method
     server, initial = {"params": make_initial(run)}, make_initial(run)
     memory = {k: method.init_client(bench.task, initial) for k in (0, 1)}
     budgets = {1: steps, 2: [int((2 * end - (end + 1.5)) * 4), int((2 * end - (end + 2.125)) * 2)]}
+    assert [record["personal_steps"] for record in run.history] == [0, sum(steps) + sum(budgets[2])]
+    assert run.cost.steps == pytest.approx(4 + (sum(steps) + sum(budgets[2])) / 4)  # a client and round, of two and two
+    assert run.cost.flops is None  # the method's own epochs are not what was trained
+    assert "another number each time" in run.cost.uncounted
+    assert "1 + as many as fit (v) local epochs" in run.table()
     for t in (1, 2):
         task = dataclasses.replace(bench.task, round=t)
         works = [Work(k, method.send(task, server, k), memory[k], part="generic") for k in (0, 1)]
@@ -207,6 +211,46 @@ def test_the_cap_holds_and_is_met() -> None:
     assert capped.history[1]["personal_steps"] == 6 * 4
 
 
+@pytest.mark.parametrize("engine", ["one", "stacked"])
+@pytest.mark.parametrize("unselected", ["cap", "broadcast"])
+def test_who_has_not_begun_is_scored_as_it_was(unselected: str, engine: str, tmp_path: Path) -> None:
+    """Client 0 answers in a second, client 1 takes 100 s to download or to train: the round has ended long before."""
+    slow = (16, 100, 100) if unselected == "broadcast" else (0.16, 0.5, 0.25)
+    how = {
+        "sizes": ((16, 2), (16, 2)), "profile": devices(tmp_path, [(16, 0.5, 0.25), slow]), "rounds": 2, "batch_size": 4,
+        "epochs": 1, "deadline": 3.0, "personal_cap": 5, "unselected": unselected,
+    }  # fmt: skip
+    run = prepared(fs.Ditto(), engine, **how, **UNTIL).run()
+    for record in run.history:
+        assert "1" in record["background"]
+        assert record["background"]["1"][1] > record["time"]
+        assert record["ready"] == record["time"]  # no personal step is left to be made
+        assert "free" not in record
+    assert run._store.get(0)["seen"] == 1
+    assert run._store.get(1)["seen"] == 0
+    assert identical({"": run.personal(1)}, {"": run.generic()})
+
+
+@pytest.mark.parametrize("engine", ["one", "stacked"])
+def test_a_model_that_was_sent_in_vain_changes_nothing(engine: str, tmp_path: Path) -> None:
+    """By broadcast clients have the next model before they have made a step from the last one."""
+    profile = devices(tmp_path, [(0.01, 0.1, 0.1)] * 6)
+    how = {"profile": profile, "deadline": 1.0, "unselected": "broadcast", "participation": 1 / 6}
+    run = prepared(fs.Ditto(), engine, **how, **UNTIL).run()
+    asked = {k for record in run.history for k in record["asked"]}
+    assert len(asked) == 4  # who was asked is at it for a long time
+    assert [run._store.get(k)["seen"].item() for k in range(6)] == [0] * 6
+    assert all(record["personal_clients"] == record["generic_clients"] for record in run.history)
+
+
+def test_what_waits_for_personal_work_is_no_part_of_a_stack() -> None:
+    course = prepared(fs.Ditto(), "stacked", **UNTIL).start()
+    next(course.rounds())
+    for _, _, local in course.controller.begun.values():
+        for _, leaf in tree.leaves(local):
+            assert leaf.untyped_storage().nbytes() == leaf.nbytes
+
+
 # ---- refusals ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", list(methods.METHODS))
 def test_who_can(name: str) -> None:
@@ -225,6 +269,8 @@ def test_who_can(name: str) -> None:
 def test_settings_that_do_not_go_together() -> None:
     with pytest.raises(fs.InputError, match="without a profile"):
         Training(wait_free="fixed")
+    with pytest.raises(fs.InputError, match="wait_free = 'until-download': should be 'off' without a profile"):
+        Training(**UNTIL, participation=0.5)
     with pytest.raises(
         fs.InputError, match="personal_cap = 0: should be a number of steps for clients that are not asked"
     ):

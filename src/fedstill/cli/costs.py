@@ -128,9 +128,10 @@ def _trained(experiment: Experiment, federation: Federation, tell: Progress) -> 
 def _counted(experiment: Experiment, few: Federation, sizes: tuple[int, ...], tell: Progress) -> Cost:
     """By some rounds of two clients with two samples each, for the state and the messages; the work by the real sizes."""
     two = 2 / len(few) if len(few) > 2 else 1.0
-    run = simulation.run(
-        dataclasses.replace(experiment, participation=two, epochs=1, engine="one"), federation=few, progress=tell
-    )
+    small = dataclasses.replace(
+        experiment, participation=two, epochs=1, engine="one", minimum=1, buffer=0, personal_cap=experiment.personal_cap or 1
+    )  # fmt: skip
+    run = simulation.run(small, federation=few, progress=tell)
     bench = run.trainer.bench
     task = dataclasses.replace(bench.task, epochs=experiment.epochs)
     sized = Only(dataclasses.replace(bench.data.train, sizes=sizes))

@@ -55,7 +55,7 @@ def timeline(argv: Sequence[str]) -> None:
     for folder, (lines, said), chosen in zip(folders, runs, shown, strict=True):
         if len(folders) > 1:
             say(f"{folder}:")
-        for text in report.summary(chosen if "rounds" in given else lines, said["late"]):
+        for text in report.summary(chosen if "rounds" in given else lines, said["late"], said.get("mode", "sync")):
             say(text)
         abandoned = [r["round"] for r in Journal(folder).history() if r.get("abandoned")]
         if abandoned:

@@ -56,12 +56,18 @@ class Controller:
 
     def _idle(self, orders: Sequence[Order]) -> Iterator[Reply]:
         """Personal training up to now; where it is not for good, the memory that it gives is a copy's."""
-        works, keep = [], orders[0].keep
+        works, round, keep = [], orders[0].round, orders[0].keep
+        still = {order.client for order in orders if not order.steps and not self.begun[order.client][2]}
+        for client in sorted(still):  # a model was sent, no step was made from it: the memory is what it was
+            if keep:
+                del self.begun[client]
+            yield Reply("idle", round, client, {}, {"loss": 0.0, "steps": 0.0})
+        orders = [order for order in orders if order.client not in still]
         for order in orders:
             _, down, local = self.begun[order.client]
             memory = {} if keep else self.store.get(order.client)
             works.append(Work(order.client, down, memory, part="idle", local=local, steps=order.steps))
-        trained = self.trainer.train(orders[0].round, works, self.store if keep else None)
+        trained = self.trainer.train(round, works, self.store if keep else None)
         for order, done in zip(orders, trained, strict=True):
             self.copies.pop(order.client, None)
             if keep:

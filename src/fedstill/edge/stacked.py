@@ -228,7 +228,8 @@ class Cohort:
             kept = self.fitted(self.kept)
         elif self.part != "generic":
             self.store.scatter(self.clients, self.kept, self.bench.method.per_sample, self.sizes)
-        ups, left = tree.rows(self.up, len(self.works)), self.fitted(self.local)
+        ups = tree.rows(self.up, len(self.works))
+        left = [tree.clone(local) for local in self.fitted(self.local)]  # kept for long, each by itself
         totals, good = torch.stack([self.total.double(), finite.to(self.total.device).double()]).tolist()
         return [
             Done(client, up, memory, total / max(1, steps), steps, size, bool(ok), local)

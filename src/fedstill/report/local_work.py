@@ -27,7 +27,11 @@ def work(method: Method, task: Task | None, training: Training) -> str:
     found = [method.phases(replace(task, round=t)) for t in range(1, task.rounds + 1)]  # they may be drawn by round
     columns = [[epochs for _, epochs in _with_epochs(phases, training)] for phases in found]
     means = [sum(column) / len(column) for column in zip(*columns, strict=True)]
-    return " + ".join(f"{mean:.3g}{_what(phase, task)}" for phase, mean in zip(found[-1], means, strict=True))
+    return " + ".join(
+        f"{mean:.3g}{_what(phase, task)}" if phase.model == "params" or training.wait_free != "until-download"
+        else f"as many as fit{_what(phase, task)}"
+        for phase, mean in zip(found[-1], means, strict=True)
+    )  # fmt: skip
 
 
 def work_lines(runs: Mapping[str, Sequence[Run]]) -> tuple[str, list[str]]:
@@ -59,6 +63,8 @@ def without_effect(method: Method, task: Task, training: Training, given: Iterab
     for name in given:
         if name == "epochs" and all(phase.epochs is not None for phase in phases):
             lines.append(f"--epochs has no effect on {method.id}: its own are {work(method, task, training)}")
+        if name == "personal_epochs" and training.wait_free == "until-download":
+            lines.append(f"--personal-epochs has no effect on {method.id} with --wait-free until-download")
         if name == "lr" and all(phase.lr is not None for phase in phases):
             lines.append(f"--lr has no effect on {method.id}: it has its own")
         if name in ("momentum", "nesterov") and all(phase.momentum is not None for phase in phases):

@@ -12,6 +12,7 @@ from .. import scores, settings
 from ..evaluate import Evaluation
 from ..server.asynchrony import Asynchrony
 from ..server.rules import Rule
+from ..server.sampler import count
 from . import costs
 from .costs import NONE
 from .local_work import work_lines
@@ -259,7 +260,7 @@ def time_lines(groups: Mapping[str, Sequence[Run]]) -> list[str]:
         how = runs[0].training
         if not how.profile:
             continue
-        mode = Asynchrony.of(runs[0].method, how, runs[0].task.clients)
+        mode = Asynchrony.of(runs[0].method, how, count(runs[0].task.clients, how.participation))
         said = [mode.words()] if mode is not None else []
         said += [f"wait-free ({how.wait_free})"] if how.wait_free != "off" else []
         seconds = [run.history[-1]["time"] for run in runs]

@@ -36,7 +36,7 @@ WORKED = ("merged", "late", "under way")
 CLIENTS = 40  # the most that the picture shows
 
 
-def summary(lines: Sequence[Line], late: str = "drop") -> list[str]:
+def summary(lines: Sequence[Line], late: str = "drop", mode: str = "sync") -> list[str]:
     """What the rounds took, where the clients' time went, and what became of the replies."""
     lengths = [line["end"] - line["start"] for line in lines]
     shares = _shares(lines)
@@ -45,8 +45,7 @@ def summary(lines: Sequence[Line], late: str = "drop") -> list[str]:
     fate = f" ({folded} of them merged later)" if late == "fold" else " (not merged)"
     asked = sum(len(line["clients"]) for line in lines)
     said = [f"{counts['merged']:,} merged in time", f"{counts['late']:,} late{fate if counts['late'] else ''}"]
-    under_way = sum(line["state"].count("under way") for line in lines)
-    if under_way:  # replies are merged as they arrive
+    if mode != "sync":  # replies are merged as they arrive
         said = [f"{counts['merged'] + folded:,} merged ({folded:,} of them with later ones)"]
     said += [f"{counts['dropped']:,} dropped out", f"{counts['refused']:,} refused"]
     return [

@@ -16,7 +16,8 @@ stands for now, w + s·(w_k − w_τk), and the method merges those with equal w
 carried, and a server rule (momentum, adam, yogi) takes its step towards that mean. (3) BatchNorm's statistics are mixed,
 (1 − s)·w + s·w_k: a sum of differences could leave a variance below 0. Whole numbers are the client's. (4) FedAsync's paper
 adds a proximal term to clients' losses; here the method's own loss stands (FedProx and Ditto have one). (5) a = 0: 10 for the
-hinge, 0.5 for the polynomial, which is FedBuff's 1/√(1 + x).
+hinge, 0.5 for the polynomial, which is FedBuff's 1/√(1 + x). (6) What else a method uploads (FedPAC's heads and centroids,
+FedGen's labels) is merged as it came, whatever its staleness.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Asynchrony:
         if not method.averages:
             right = f"'sync' for {method.id}: what its server does is no plain mean of models, so a stale reply cannot join it"
             raise InputError("mode", kind, right)
-        if training.buffer > together:
+        if kind == "fedbuff" and training.buffer > together:
             right = f"at most {together}, the clients at work at a time, or fewer replies would never come"
             raise InputError("buffer", training.buffer, right)
         buffer = 1 if kind == "fedasync" else training.buffer or min(BUFFER, together)

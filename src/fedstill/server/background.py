@@ -60,7 +60,8 @@ class Background:
 
     def steps(self, client: int, until: float) -> int:
         """Personal steps that a client has made by then."""
-        return min(self.cap or math.inf, math.floor((until - self.since[client][1]) / self._step(client) + 1e-9))  # type: ignore[return-value]
+        fit = max(0, math.floor((until - self.since[client][1]) / self._step(client) + 1e-9))
+        return min(fit, self.cap) if self.cap else fit
 
     def spent(self, client: int, until: float) -> float:
         """Seconds of personal work by then."""

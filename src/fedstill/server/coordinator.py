@@ -109,6 +109,7 @@ class Coordinator:
             }
             self.memory.take(record)
             if t % self.eval_every == 0 or t == self.task.rounds:
+                yield from self._so_far(record)
                 record.update((yield from self.score(server, t)))
             record["seconds"] = time.perf_counter() - began
             yield server, record
@@ -224,6 +225,19 @@ class Coordinator:
             behind.since.update({k: (task.round, arrives[k]) for k in rest})
         return others, {"personal_steps": int(sum(reply.report["steps"] for reply in replies))}
 
+    def _so_far(self, record: Record) -> Generator[list[Order], list[Reply] | None, None]:
+        """Wait-free, before scores: personal training up to the round's end. After the last round it is for good, and counts.
+
+        Who is still at its download or its generic work then has made no personal step yet.
+        """
+        if self.background is None or self.schedule is None:
+            return
+        now, last = self.schedule.now, record["round"] == self.task.rounds
+        at_it = [k for k, (_, when) in self.background.since.items() if when <= now]
+        replies = yield from self._idle(dict.fromkeys(at_it, now), keep=last)
+        if last:
+            record["personal_steps"] += int(sum(reply.report["steps"] for reply in replies))
+
     def _idle(self, until: Mapping[int, float], keep: bool) -> Generator[list[Order], list[Reply] | None, list[Reply]]:
         """Personal training of these clients up to a moment of each."""
         behind = self.background
@@ -247,9 +261,6 @@ class Coordinator:
 
     def score(self, server: Tree, round: int) -> Generator[list[Order], list[Reply] | None, Record]:
         """Every client's models on its own data, and the generic model on the common test set."""
-        if self.background is not None and self.schedule is not None:
-            last = round == self.task.rounds
-            yield from self._idle(dict.fromkeys(self.background.since, self.schedule.now), keep=last)
         task = dataclasses.replace(self.task, round=round)
         generic = self.method.generic(task, server) if "generic" in self.method.scores else None
         found: Record = {}

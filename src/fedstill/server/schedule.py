@@ -208,7 +208,8 @@ class Schedule:
         busy = {k: arrival for k, arrival in sorted(pending.items()) if k not in free}
         states, start = [STATES[i] for i in state], self.now
         self.now, self.busy = end, busy
-        self.free = self._free(start, who[places], spans, places) if self.ahead else {}
+        own = places[spans.personal[places] > 0]
+        self.free = self._free(start, who[own], spans, own) if self.ahead else {}
         return Outcome(round, start, closed, end, _numbers(who), states, spans, folded, busy, self.free)
 
     def _hold(self, who: Ints, download: Floats) -> Floats:
