@@ -5,7 +5,8 @@ things are taken out of the module's hands, by a function mode that is active on
 
 - dropout draws its mask from (seed, round, client, step, layer), not from a global generator;
 - BatchNorm leaves padding out of its statistics (and survives a batch of one sample: its variance is then 0);
-- in a stack, convolutions with a weight for each client are done in the way that was measured to be fastest;
+- in a stack, convolutions with a weight for each client are done in the way that was measured to be fastest; one client's 5×5
+  convolutions on a CPU are done by Winograd's algorithm;
 - with `bf16`, convolutions and linear layers multiply bfloat16 numbers and activations stay in bfloat16; weights, their updates,
   BatchNorm's statistics and the logits keep their precision.
 
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from . import winograd
 from .channels import Channels, follow
 from .convolution import Lowering, Shape, conv2d, max_pool
 from .errors import InputError, Shown
@@ -79,6 +81,7 @@ class Net:
         self.channels_last = False  # set where it pays: a CPU that takes clients one by one
         self.lowering: Lowering | None = None  # set by the engine that stacks clients
         self.bf16 = False
+        self.winograd = False  # set where it pays: 5×5 convolutions of clients that train one by one on a CPU
         self._direct: dict[tuple[str, ...], bool] = {}
         self._rewritten: dict[bool, Forward] = {}  # by training: what runs instead of the module's own forward
 
@@ -201,9 +204,9 @@ class Net:
 
     def _mode(self, key: Tensor | None, mask: Tensor | None, train: bool, rows: int) -> _Keyed | None:
         keyed = train and (self.has_dropout or mask is not None or (self.has_batchnorm and rows == 1))
-        if not keyed and self.lowering is None and not self.bf16:
+        if not keyed and self.lowering is None and not self.bf16 and not self.winograd:
             return None
-        return _Keyed(key, mask, self.lowering, self.bf16)
+        return _Keyed(key, mask, self.lowering, self.bf16, self.winograd)
 
     @contextlib.contextmanager
     def _hooked(
@@ -297,11 +300,16 @@ class _Keyed(TorchFunctionMode):
     """While active, dropout is drawn from a key, BatchNorm leaves padding out, and products go as the engine says."""
 
     def __init__(
-        self, key: Tensor | None, mask: Tensor | None, lowering: Lowering | None = None, bf16: bool = False
+        self,
+        key: Tensor | None,
+        mask: Tensor | None,
+        lowering: Lowering | None = None,
+        bf16: bool = False,
+        fast5: bool = False,
     ) -> None:
         super().__init__()
         self.key, self.mask, self.dropouts = key, mask, 0
-        self.lowering, self.bf16 = lowering, bf16
+        self.lowering, self.bf16, self.fast5 = lowering, bf16, fast5
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = _HANDLERS.get(func)
@@ -327,6 +335,8 @@ class _Keyed(TorchFunctionMode):
         x, w, b = self._low(input, weight, bias)
         assert x is not None
         assert w is not None
+        if self.fast5 and (pad := winograd.takes(x, w, stride, padding, dilation, groups)) is not None:
+            return winograd.conv2d(x, w, b, pad)
         if self.lowering is None or groups != 1 or isinstance(padding, str) or x.ndim != 4:
             return F.conv2d(x, w, b, stride, padding, dilation, groups)
         pairs = [(v, v) if isinstance(v, int) else (v[0], v[-1]) for v in (stride, padding, dilation)]

@@ -174,13 +174,13 @@ def _world(fake: bool) -> Iterator[Callable[[Tree], Tree]]:
 @contextlib.contextmanager
 def _untouched(net: Net) -> Iterator[None]:
     """Within, the model works as it is written; afterwards it is as it was, with the tensors that it held."""
-    how = net.channels_last, net.lowering, net.bf16
+    how = net.channels_last, net.lowering, net.bf16, net.winograd
     held = [(owner, leaf, owner[leaf]) for slots in net._slots.values() for _, owner, leaf in slots]
-    net.channels_last, net.lowering, net.bf16 = False, None, False
+    net.channels_last, net.lowering, net.bf16, net.winograd = False, None, False, False
     try:
         yield
     finally:
-        net.channels_last, net.lowering, net.bf16 = how
+        net.channels_last, net.lowering, net.bf16, net.winograd = how
         for owner, leaf, value in held:
             owner[leaf] = value
 

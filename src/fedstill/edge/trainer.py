@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .. import tree
+from .. import tree, winograd
 from ..convolution import Choices, Lowering
 from ..errors import InputError
 from ..method import Method, Phase
@@ -258,6 +258,7 @@ class Trainer:
             raise InputError("engine", "stacked", f"'one' for this model: {reason}")
         self.name: EngineName = engine
         net.channels_last = engine == "one" and net.has_convolution and net.device.type == "cpu"
+        net.winograd = fast and net.channels_last and any(map(winograd.worth, net.module.modules()))
         net.rewrite(fast and engine == "one")
         self.engine: Engine
         if engine == "stacked":
