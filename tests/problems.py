@@ -6,8 +6,10 @@ Ragged on purpose: sizes differ, batches are partial, one client has one sample.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -172,3 +174,16 @@ def on_quadratics(method: fs.Method, only: int | None = None, **changes) -> fs.R
 def point(params: Params) -> float:
     """w = body + head."""
     return float(params["body.w"] + params["head.w"])
+
+
+def cut_and_resumed(experiment: fs.Experiment, folder: Path, after: int) -> tuple[fs.Run, fs.Run]:
+    """A whole run in `folder`/whole, and one that was stopped after a round and went on, in `folder`/cut."""
+    whole = fs.run(experiment, out=folder / "whole")
+
+    def stop(record) -> None:
+        if record["round"] == after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fs.run(experiment, out=folder / "cut", progress=stop)
+    return whole, fs.resume(folder / "cut")

@@ -17,7 +17,7 @@ from fedstill.server.asynchrony import Asynchrony
 from fedstill.server.coordinator import epochs
 from fedstill.server.schedule import MERGE
 
-from ..problems import SETTINGS, distance, identical, make, ragged, states
+from ..problems import SETTINGS, cut_and_resumed, distance, identical, make, ragged, states
 
 SIZES = ((13, 5), (7, 3), (1, 2), (10, 4), (5, 1), (8, 2), (6, 3), (9, 2))
 SLOW = {"profile": "lognormal:0.8"}
@@ -195,15 +195,7 @@ def test_a_run_that_stopped_goes_on_to_the_same_bits(mode: str, tmp_path: Path) 
         method=fs.Ditto(), rounds=9, epochs=1, clients=8, partition="iid", checkpoint_every=2, eval_every=3, batch_size=32,
         participation=0.75, profile="lognormal:0.8", mode=mode, buffer=2 if mode == "fedbuff" else 0,
     )  # fmt: skip
-    whole = fs.run(experiment, out=tmp_path / "whole")
-
-    def stop(record) -> None:
-        if record["round"] == 7:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fs.run(experiment, out=tmp_path / "cut", progress=stop)
-    resumed = fs.resume(tmp_path / "cut")
+    whole, resumed = cut_and_resumed(experiment, tmp_path, after=7)
     assert identical(states(whole), states(resumed))
     ours, theirs = (
         [json.loads(line) for line in (tmp_path / folder / "timeline.jsonl").read_text().splitlines()]

@@ -16,7 +16,7 @@ from fedstill.experiment import Training
 from fedstill.server.sampler import SAMPLERS
 from fedstill.server.schedule import MERGE
 
-from ..problems import SETTINGS, distance, identical, make, ragged, run, states
+from ..problems import SETTINGS, cut_and_resumed, distance, identical, make, ragged, run, states
 
 NEW = {"time", "asked", "late", "dropped", "refused", "folded", "busy", "abandoned", "timeline", "losses"}
 SIZES = ((13, 5), (7, 3), (1, 2), (10, 4), (5, 1), (8, 2), (6, 3), (9, 2))
@@ -243,15 +243,7 @@ EACH = [
 def test_a_run_that_stopped_goes_on_to_the_same_bits(name: str, changes: dict, tmp_path: Path) -> None:
     how = dict(rounds=6, epochs=1, clients=8, partition="iid", checkpoint_every=2, eval_every=3, batch_size=32)
     experiment = fs.Experiment(method=methods.get(name)(), **how, participation=0.5, **changes)
-    whole = fs.run(experiment, out=tmp_path / "whole")
-
-    def stop(record) -> None:
-        if record["round"] == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fs.run(experiment, out=tmp_path / "cut", progress=stop)
-    resumed = fs.resume(tmp_path / "cut")
+    whole, resumed = cut_and_resumed(experiment, tmp_path, after=5)
     assert identical(states(whole), states(resumed))
     for file in ("metrics.jsonl", "timeline.jsonl"):
         both = [(tmp_path / folder / file) for folder in ("whole", "cut")]

@@ -20,7 +20,7 @@ from fedstill.experiment import Training
 from fedstill.plan import Plan
 from fedstill.server.schedule import MERGE, Schedule, Trigger, rehearse
 
-from ..problems import SETTINGS, identical, make, ragged, states
+from ..problems import SETTINGS, cut_and_resumed, identical, make, ragged, states
 
 SIZES = ((13, 5), (7, 3), (1, 2), (10, 4), (5, 1), (8, 2))
 SLOW = {"profile": "lognormal:0.8", "rounds": 4}
@@ -169,15 +169,7 @@ def test_a_run_that_stopped_goes_on_to_the_same_bits(changes: dict, tmp_path: Pa
         method=fs.Ditto(), rounds=6, epochs=1, clients=6, partition="iid", checkpoint_every=2, eval_every=3, batch_size=64,
         **{"profile": "lognormal:0.8", **changes},
     )  # fmt: skip
-    whole = fs.run(experiment, out=tmp_path / "whole")
-
-    def stop(record) -> None:
-        if record["round"] == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fs.run(experiment, out=tmp_path / "cut", progress=stop)
-    resumed = fs.resume(tmp_path / "cut")
+    whole, resumed = cut_and_resumed(experiment, tmp_path, after=5)
     assert identical(states(whole), states(resumed))
     for file in ("metrics.jsonl", "timeline.jsonl"):
         ours, theirs = (
