@@ -179,11 +179,16 @@ def point(params: Params) -> float:
 def cut_and_resumed(experiment: fs.Experiment, folder: Path, after: int) -> tuple[fs.Run, fs.Run]:
     """A whole run in `folder`/whole, and one that was stopped after a round and went on, in `folder`/cut."""
     whole = fs.run(experiment, out=folder / "whole")
+    cut(experiment, folder / "cut", after)
+    return whole, fs.resume(folder / "cut")
+
+
+def cut(experiment: fs.Experiment, out: Path, after: int) -> None:
+    """A run that is stopped after a round."""
 
     def stop(record) -> None:
         if record["round"] == after:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fs.run(experiment, out=folder / "cut", progress=stop)
-    return whole, fs.resume(folder / "cut")
+        fs.run(experiment, out=out, progress=stop)

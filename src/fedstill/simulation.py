@@ -174,17 +174,9 @@ class Simulation:
     external: tuple[torch.Tensor, torch.Tensor] | None = None
     devices: clock.Devices | None = None  # of simulated time
 
-    def run(
-        self,
-        *,
-        journal: Journal | None = None,
-        checkpoint_every: int = 10,
-        progress: Progress | None = None,
-        go_on: bool = False,
-        through_wire: bool = False,
-    ) -> Run:
-        """Train to the end; with `go_on` from the journal's newest checkpoint."""
-        return self.start(journal, checkpoint_every, progress, go_on, through_wire).run()
+    def run(self, **how: Any) -> Run:
+        """Train to the end; `how` is what `start` takes."""
+        return self.start(**how).run()
 
     def start(
         self,

@@ -191,7 +191,7 @@ def late_gpu(monkeypatch):
         stream.add(lambda: copy(into, source))
         return into
 
-    monkeypatch.setattr(model_store, "_Gpu", _LateGpu)
+    monkeypatch.setattr(model_store, "Gpu", _LateGpu)
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.Tensor, "copy_", copy_)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
@@ -340,14 +340,14 @@ def test_a_disk_that_cannot_be_written_is_an_error_and_loses_nothing(monkeypatch
 
 
 def test_prefetch_reads_ahead_and_waits_for_nothing(monkeypatch, tmp_path: Path) -> None:
-    began, go, read = [], threading.Event(), model_store._read
+    began, go, read = [], threading.Event(), model_store.read_row
 
     def slowly(client, *args):
         began.append(client)
         assert go.wait(10)
         read(client, *args)
 
-    monkeypatch.setattr(model_store, "_read", slowly)
+    monkeypatch.setattr(model_store, "read_row", slowly)
     size = 448
     store = ModelStore({"v": torch.zeros(100)}, host_bytes=16 * size, folder=tmp_path)
     for k in range(20):
@@ -371,8 +371,8 @@ def test_prefetch_brings_rows_to_the_device(tmp_path: Path) -> None:
 
 
 def test_a_gather_larger_than_the_host_reads_each_row_once(monkeypatch, tmp_path: Path) -> None:
-    began, read = [], model_store._read
-    monkeypatch.setattr(model_store, "_read", lambda client, *args: (began.append(client), read(client, *args)))
+    began, read = [], model_store.read_row
+    monkeypatch.setattr(model_store, "read_row", lambda client, *args: (began.append(client), read(client, *args)))
     store = ModelStore({"v": torch.zeros(100)}, host_bytes=8 * 448, folder=tmp_path)
     for k in range(60):
         store.put(k, {"v": torch.full((100,), float(k))})
@@ -438,7 +438,7 @@ def test_slots_of_pinned_memory_are_used_again(monkeypatch) -> None:
         return empty(shape, dtype=dtype)
 
     monkeypatch.setattr(model_store.torch, "empty", counted)
-    pinned = model_store._Pinned(1 << 30)
+    pinned = model_store.Pinned(1 << 30)
     slots = [pinned.take(45_000_000) for _ in range(20)]
     assert len({slot.buffer.data_ptr() for slot in slots}) == 20
     assert all(slot.buffer.numel() == 45_000_000 for slot in slots)
@@ -454,13 +454,13 @@ def test_slots_of_pinned_memory_are_used_again(monkeypatch) -> None:
 
 def test_a_slot_is_free_only_when_nothing_uses_it(monkeypatch, late_gpu) -> None:
     """A row that is asked for while it is being written, and one whose reading is stopped before it began."""
-    go, write = threading.Event(), model_store._write
+    go, write = threading.Event(), model_store.write_row
 
     def slowly(*args):
         assert go.wait(10)
         return write(*args)
 
-    monkeypatch.setattr(model_store, "_write", slowly)
+    monkeypatch.setattr(model_store, "write_row", slowly)
     store = ModelStore({"v": torch.zeros(100)}, device="cuda", device_bytes=448, host_bytes=16 * 448)
     for k in range(16):
         store.put(k, {"v": torch.full((100,), float(k))})

@@ -26,7 +26,7 @@ from fedstill.edge.pool import Pool
 from fedstill.errors import InputError, TrainingError
 from fedstill.experiment import Training
 
-from ..problems import SETTINGS, identical, make, ragged, run, states
+from ..problems import SETTINGS, cut, identical, make, ragged, run, states
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked, on Linux alone")
 
@@ -306,16 +306,7 @@ def test_resuming_with_another_number_of_workers(first: int, tmp_path: Path) -> 
         device="cpu", workers=first, participation=0.6,
     )  # fmt: skip
     whole = fs.run(experiment)
-
-    class Stop(Exception):
-        pass
-
-    def stop(record) -> None:
-        if record["round"] == 3:
-            raise Stop
-
-    with pytest.raises(Stop):
-        fs.run(experiment, out=tmp_path / "cut", progress=stop)
+    cut(experiment, tmp_path / "cut", after=3)
     toml = tmp_path / "cut" / "experiment.toml"
     assert f"workers = {first}" in toml.read_text()
     toml.write_text(toml.read_text().replace(f"workers = {first}", f"workers = {3 - first}"))

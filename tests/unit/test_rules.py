@@ -13,7 +13,7 @@ import fedstill as fs
 from fedstill.cli import main
 from fedstill.server.rules import Rule
 
-from ..problems import identical, make, run, states
+from ..problems import cut_and_resumed, identical, make, run, states
 
 RULES = ("momentum", "adam", "yogi")
 SIZES = (13, 7, 1, 10, 5)
@@ -109,18 +109,8 @@ def test_fedavgm_is_fedavg_with_the_rule() -> None:
 def test_a_run_with_a_rule_goes_on_to_the_same_bits(kind: str, method: fs.Method, tmp_path: Path) -> None:
     settings = dict(rounds=5, epochs=1, clients=5, partition="iid", checkpoint_every=2, eval_every=5, batch_size=32)
     experiment = fs.Experiment(method=method, server=kind, participation=0.6, **settings)
-    whole = fs.run(experiment)
-
-    class Stop(Exception):
-        pass
-
-    def stop(record) -> None:
-        if record["round"] == 3:
-            raise Stop
-
-    with pytest.raises(Stop):
-        fs.run(experiment, out=tmp_path / "cut", progress=stop)
-    assert identical(states(whole), states(fs.resume(tmp_path / "cut")))
+    whole, resumed = cut_and_resumed(experiment, tmp_path, after=3)
+    assert identical(states(whole), states(resumed))
 
 
 def test_which_methods_take_a_rule() -> None:

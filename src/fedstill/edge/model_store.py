@@ -1,8 +1,9 @@
 """The Model Store: what each client keeps between rounds, in a bank of three tiers: device, pinned host, disk.
 
-A memory is one row of bytes, so that to keep or to fetch it is one copy; a `_Layout` says where in it each tensor lies, and
-equal layouts are one object. A row never changes once it is filled: a new memory is a new row. So the copies of a row in several
-tiers cannot differ, leaving a tier costs nothing where another has a copy, and a tree that was handed out stays valid.
+A memory is one row of bytes, so that to keep or to fetch it is one copy; a `Layout` (layout.py) says where in it each tensor
+lies, and equal layouts are one object. A row never changes once it is filled: a new memory is a new row. So the copies of a row
+in several tiers (tiers.py) cannot differ, leaving a tier costs nothing where another has a copy, and a tree that was handed out
+stays valid.
 
 Where a tier is full, the row that was longest not asked for goes one down. Copies between device and host run on streams of their
 own, those to and from the disk in threads; only the caller's thread keeps the books. On a CPU, device and host are one memory.
@@ -10,28 +11,20 @@ own, those to and from the disk in threads; only the caller's thread keeps the b
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import tempfile
 import weakref
-import zlib
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..errors import TrainingError
 from ..tree import Tree, leaves
+from .layout import Layout, Spec, fitted, refit, spec_of
+from .tiers import READERS, Disk, Event, Gpu, Pinned, Row, Slot, Tier, available_memory, read_row, stop, write_row
 
-ALIGN = 64  # bytes; every tensor of a row starts at a multiple, as fast kernels want it
-READERS = 4  # threads that read rows from the disk
 NONE: frozenset[str] = frozenset()
-Event: TypeAlias = torch.cuda.Event
 
 
 class ModelStore:
@@ -57,24 +50,24 @@ class ModelStore:
         """
         first = next((leaf for _, leaf in leaves(initial)), None)
         at = torch.device(device or (first.device if first is not None else "cpu"))
-        self._gpu = _Gpu(at) if at.type == "cuda" else None
+        self._gpu = Gpu(at) if at.type == "cuda" else None
         self._at = at if self._gpu is None else self._gpu.device
         if device_bytes is None and self._gpu is not None:
             device_bytes = torch.cuda.mem_get_info(self._at)[0] // 4
         self._split = device_bytes is not None  # whether rows on the device are other memory than rows on the host
-        self._device = _Tier(device_bytes or 0)
-        self._host = _Tier(_available_memory() // 2 if host_bytes is None else host_bytes)
-        self._pinned = _Pinned(self._host.limit) if self._gpu is not None else None
+        self._device = Tier(device_bytes or 0)
+        self._host = Tier(available_memory() // 2 if host_bytes is None else host_bytes)
+        self._pinned = Pinned(self._host.limit) if self._gpu is not None else None
         self._folder = folder
-        self._disk: _Disk | None = None
-        self._writing: deque[_Row] = deque()  # in the order of their jobs
+        self._disk: Disk | None = None
+        self._writing: deque[Row] = deque()  # in the order of their jobs
         self._leaving = 0  # bytes of the host tier that are only kept until they are written
-        self._layouts: weakref.WeakValueDictionary[_Spec, _Layout] = weakref.WeakValueDictionary()
-        self._rows: dict[int, _Row] = {}
+        self._layouts: weakref.WeakValueDictionary[Spec, Layout] = weakref.WeakValueDictionary()
+        self._rows: dict[int, Row] = {}
         self._closed = False
         with torch.no_grad():
-            layout = self._layout(_spec(initial))
-            self._initial = _Row(-1, layout)
+            layout = self._layout(spec_of(initial))
+            self._initial = Row(-1, layout)
             self._initial.device = layout.pack(self._empty(layout.bytes), initial)
             self._initial.landed = self._now()
             self._start = layout.tree(self._initial.device)
@@ -89,7 +82,7 @@ class ModelStore:
     @torch.no_grad()
     def put(self, client: int, memory: Tree) -> None:
         """Keep a copy of a new memory."""
-        layout = self._layout(_spec(memory))
+        layout = self._layout(spec_of(memory))
         self._keep(client, layout, layout.pack(self._empty(layout.bytes), memory), own=True)
 
     @torch.no_grad()
@@ -120,7 +113,7 @@ class ModelStore:
         for name, leaf in leaves(memory):
             if leaf.ndim == 0 or len(leaf) != len(clients):
                 raise ValueError(f"{name} has the shape {tuple(leaf.shape)} in a stack of {len(clients)} clients")
-        whole = self._layout(_spec(memory, stacked=True))
+        whole = self._layout(spec_of(memory, stacked=True))
         flat = whole.pack(self._empty(len(clients), whole.bytes), memory)
         packed = self._now()
         ragged = any(name in per_sample for name in memory)
@@ -130,7 +123,7 @@ class ModelStore:
             if layout is whole:
                 self._keep(client, layout, stacked, own=False, ready=packed)
             else:
-                self._keep(client, layout, _refit(stacked, whole, self._empty(layout.bytes), layout), own=True)
+                self._keep(client, layout, refit(stacked, whole, self._empty(layout.bytes), layout), own=True)
 
     @torch.no_grad()
     def prefetch(self, clients: Sequence[int]) -> None:
@@ -178,19 +171,19 @@ class ModelStore:
             self._disk.close()
         self._writing.clear()
         self._rows.clear()
-        self._device, self._host, self._pinned = _Tier(0), _Tier(0), None
+        self._device, self._host, self._pinned = Tier(0), Tier(0), None
 
     # ---- a row, in its places ----------------------------------------------------------------------------------------
-    def _row(self, client: int) -> _Row:
+    def _row(self, client: int) -> Row:
         if self._closed:
             raise RuntimeError("this Model Store has been closed")
         return self._rows.get(client, self._initial)
 
-    def _keep(self, client: int, layout: _Layout, source: Tensor, own: bool, ready: Event | None = None) -> None:
+    def _keep(self, client: int, layout: Layout, source: Tensor, own: bool, ready: Event | None = None) -> None:
         """Make `source` the client's row: as it is where it is our own memory, else a copy."""
         if self._row(client) is not self._initial:
             self._forget(self._rows[client])
-        row, size = _Row(client, layout), layout.bytes
+        row, size = Row(client, layout), layout.bytes
         if not size or (self._split and size <= self._device.limit):
             self._device_room(size)
             row.device = source if own else source.clone()
@@ -200,11 +193,11 @@ class ModelStore:
             self._down(row, source, ready or self._now())
         else:
             self._host_room(size)
-            row.host = _Slot(source if own else source.clone())
+            row.host = Slot(source if own else source.clone())
             self._host.enter(row)
         self._rows[client] = row
 
-    def _here(self, row: _Row) -> Tensor:
+    def _here(self, row: Row) -> Tensor:
         """The row's bytes where training happens, ready for the current stream."""
         self._touch(row)
         if row.device is not None:
@@ -227,19 +220,19 @@ class ModelStore:
             buffer.record_stream(stream)
         return buffer
 
-    def _copy(self, row: _Row, place: Tensor, layout: _Layout) -> None:
+    def _copy(self, row: Row, place: Tensor, layout: Layout) -> None:
         """The row into its place in a stack."""
         self._touch(row)
         if row.device is not None:
-            _refit(self._landed(row.device, row.landed), row.layout, place, layout)
+            refit(self._landed(row.device, row.landed), row.layout, place, layout)
             return
         slot = self._on_host(row)
         if self._gpu is not None and slot.filled is not None:
             self._gpu.current().wait_event(slot.filled)
-        _refit(slot.buffer, row.layout, place, layout)
+        refit(slot.buffer, row.layout, place, layout)
         slot.used(self._now())
 
-    def _on_host(self, row: _Row) -> _Slot:
+    def _on_host(self, row: Row) -> Slot:
         """The row on the host, read from the disk where it lies there."""
         if row.host is None:
             self._begin_read(row)
@@ -253,7 +246,7 @@ class ModelStore:
             row.reading = None
         return row.host
 
-    def _bytes(self, row: _Row) -> Tensor:
+    def _bytes(self, row: Row) -> Tensor:
         """The row's bytes on the host, as memory that is not used again."""
         if row.host is not None:
             slot = self._on_host(row)
@@ -263,10 +256,10 @@ class ModelStore:
         if row.device is not None:
             return self._landed(row.device, row.landed).cpu()
         buffer = torch.empty(row.layout.bytes, dtype=torch.uint8)
-        _read(row.client, self._file(row), buffer, row.crc)
+        read_row(row.client, self._file(row), buffer, row.crc)
         return buffer
 
-    def _touch(self, row: _Row) -> None:
+    def _touch(self, row: Row) -> None:
         """Note that the row was asked for. One that is being written stays on the host after all."""
         if row.leaving:
             row.leaving = False
@@ -275,10 +268,10 @@ class ModelStore:
         self._host.touch(row)
         self._device.touch(row)
 
-    def _forget(self, row: _Row) -> None:
+    def _forget(self, row: Row) -> None:
         """Take the row from every tier."""
         if row.writing is not None:
-            _stop(row.writing)
+            stop(row.writing)
             self._writing.remove(row)
             row.writing = None
         if row.host is not None:
@@ -290,13 +283,13 @@ class ModelStore:
                 self._disk.reader.submit(file.unlink, missing_ok=True)
         row.file = row.target = None
 
-    def _drop_device(self, row: _Row) -> None:
+    def _drop_device(self, row: Row) -> None:
         self._device.leave(row)
         row.device = row.landed = None
 
-    def _drop_host(self, row: _Row) -> None:
+    def _drop_host(self, row: Row) -> None:
         if row.reading is not None:
-            _stop(row.reading)
+            stop(row.reading)
             row.reading = None
         if row.leaving:
             row.leaving = False
@@ -341,13 +334,13 @@ class ModelStore:
             self._settle(at_least=1)
         return True
 
-    def _down(self, row: _Row, source: Tensor, ready: Event | None, patient: bool = True) -> bool:
+    def _down(self, row: Row, source: Tensor, ready: Event | None, patient: bool = True) -> bool:
         """Begin to copy bytes from the device into a slot on the host, once they are ready there."""
         size = row.layout.bytes
         if not self._host_room(size, patient):
             return False
         if self._gpu is None or self._pinned is None:
-            row.host = _Slot(source.clone())
+            row.host = Slot(source.clone())
         else:
             row.host, stream = self._pinned.take(size), self._gpu.down
             for event in (*row.host.busy, ready):
@@ -360,7 +353,7 @@ class ModelStore:
         self._host.enter(row)
         return True
 
-    def _up(self, row: _Row, stream: torch.cuda.Stream | None) -> tuple[Tensor, Event | None]:
+    def _up(self, row: Row, stream: torch.cuda.Stream | None) -> tuple[Tensor, Event | None]:
         """Begin to copy a row from the host to the device, on a stream (None: the current one)."""
         slot = row.host
         assert slot is not None
@@ -376,28 +369,28 @@ class ModelStore:
         slot.used(landed)
         return buffer, landed
 
-    def _begin_write(self, row: _Row) -> None:
+    def _begin_write(self, row: Row) -> None:
         assert row.host is not None
-        self._disk = self._disk or _Disk(self._folder)
+        self._disk = self._disk or Disk(self._folder)
         row.target = self._disk.new_file(row.client)
-        row.writing = self._disk.writer.submit(_write, row.client, row.target, row.host.buffer, row.host.filled)
+        row.writing = self._disk.writer.submit(write_row, row.client, row.target, row.host.buffer, row.host.filled)
         self._writing.append(row)
 
-    def _begin_read(self, row: _Row, patient: bool = True) -> bool:
+    def _begin_read(self, row: Row, patient: bool = True) -> bool:
         file = self._file(row)
         assert self._disk is not None
         if not self._host_room(row.layout.bytes, patient):
             return False
         if self._pinned is None:
-            row.host = _Slot(torch.empty(row.layout.bytes, dtype=torch.uint8))
+            row.host = Slot(torch.empty(row.layout.bytes, dtype=torch.uint8))
         else:
             row.host = self._pinned.take(row.layout.bytes)
         busy = tuple(row.host.busy)  # they stay noted: a job that is stopped before it runs has waited for none of them
-        row.reading = self._disk.reader.submit(_read, row.client, file, row.host.buffer, row.crc, busy)
+        row.reading = self._disk.reader.submit(read_row, row.client, file, row.host.buffer, row.crc, busy)
         self._host.enter(row)
         return True
 
-    def _read_ahead(self, rows: Sequence[_Row]) -> None:
+    def _read_ahead(self, rows: Sequence[Row]) -> None:
         """Begin to read those of the rows that lie on the disk, as many as the host has room for together."""
         rows = [row for row in rows if row.device is None] if self._disk is not None else []
         for row in reversed(rows):
@@ -408,7 +401,7 @@ class ModelStore:
             if total > self._host.free_until or (row.host is None and not self._begin_read(row, patient=False)):
                 return
 
-    def _file(self, row: _Row) -> Path:
+    def _file(self, row: Row) -> Path:
         if row.file is None:
             raise TrainingError(f"client {row.client}: its memory was lost when a new one could not be kept")
         return row.file
@@ -433,16 +426,16 @@ class ModelStore:
                 self._drop_host(row)
 
     # ---- layouts and streams -----------------------------------------------------------------------------------------
-    def _layout(self, spec: _Spec) -> _Layout:
+    def _layout(self, spec: Spec) -> Layout:
         found = self._layouts.get(spec)
         if found is None:
-            found = self._layouts[spec] = _Layout(spec)
+            found = self._layouts[spec] = Layout(spec)
         return found
 
-    def _fitted(self, layout: _Layout, per_sample: frozenset[str], rows: int) -> _Layout:
+    def _fitted(self, layout: Layout, per_sample: frozenset[str], rows: int) -> Layout:
         if not any(name in per_sample for name, _ in layout.spec):
             return layout
-        return self._layout(_fit(layout.spec, per_sample, rows))
+        return self._layout(fitted(layout.spec, per_sample, rows))
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.uint8, device=self._at)
@@ -450,277 +443,3 @@ class ModelStore:
     def _now(self) -> Event | None:
         """A mark on the current stream."""
         return None if self._gpu is None else self._gpu.current().record_event()
-
-
-# ---- layouts ---------------------------------------------------------------------------------------------------------
-class _Kind(NamedTuple):
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-_Spec: TypeAlias = tuple[tuple[str, Any], ...]  # of every entry its name, and its _Kind or again a _Spec
-
-
-class _Leaf(NamedTuple):
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    start: int
-    stop: int
-
-
-def _spec(tree: Tree, stacked: bool = False) -> _Spec:
-    """Names, dtypes and shapes of a tree; of one client's where it is stacked."""
-    return tuple(
-        (name, _spec(part, stacked) if isinstance(part, dict) else _Kind(part.dtype, tuple(part.shape[stacked:])))
-        for name, part in tree.items()
-    )
-
-
-def _fit(spec: _Spec, names: frozenset[str] | None, rows: int) -> _Spec:
-    """The spec with so many rows in the named entries (None: in all)."""
-
-    def fit(part: Any) -> Any:
-        return part._replace(shape=(rows, *part.shape[1:])) if isinstance(part, _Kind) else _fit(part, None, rows)
-
-    return tuple((name, fit(part) if names is None or name in names else part) for name, part in spec)
-
-
-class _Layout:
-    """Where in a row each tensor of a tree lies."""
-
-    def __init__(self, spec: _Spec) -> None:
-        self.spec, self.bytes = spec, 0
-        self.leaves: list[_Leaf] = []
-        self._add(spec)
-
-    def _add(self, spec: _Spec) -> None:
-        for _, part in spec:
-            if isinstance(part, _Kind):
-                size = part.dtype.itemsize * torch.Size(part.shape).numel()
-                strides = torch.empty(part.shape, device="meta").stride()
-                self.leaves.append(_Leaf(part.dtype, part.shape, strides, self.bytes, self.bytes + size))
-                self.bytes += -(-size // ALIGN) * ALIGN
-            else:
-                self._add(part)
-
-    def tree(self, flat: Tensor) -> Tree:
-        """A row, or a stack of rows, as a tree of views."""
-        return _fill(self.spec, self._views(flat))
-
-    def pack(self, flat: Tensor, tree: Tree) -> Tensor:
-        """Fill a row, or a stack of rows, from a tree: one launch for each dtype of a row, for each leaf of a stack."""
-        kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for view, (_, value) in zip(self._views(flat), leaves(tree), strict=True):
-            if value.numel():
-                into, source = kinds.setdefault(view.dtype, ([], []))
-                into.append(view)
-                source.append(value.detach())
-        for into, source in kinds.values():
-            torch._foreach_copy_(into, source)
-        return flat
-
-    def _views(self, flat: Tensor) -> Iterator[Tensor]:
-        typed = {dtype: flat.view(dtype) for dtype in {leaf.dtype for leaf in self.leaves}}
-        for leaf in self.leaves:
-            base = typed[leaf.dtype]
-            start = base.storage_offset() + leaf.start // leaf.dtype.itemsize
-            yield base.as_strided((*flat.shape[:-1], *leaf.shape), (*base.stride()[:-1], *leaf.strides), start)
-
-
-def _fill(spec: _Spec, parts: Iterator[Tensor]) -> Tree:
-    return {name: next(parts) if isinstance(part, _Kind) else _fill(part, parts) for name, part in spec}
-
-
-def _refit(source: Tensor, old: _Layout, place: Tensor, new: _Layout) -> Tensor:
-    """Copy a row to one of another layout, which differs in the number of rows of some leaves: cut, or filled up with zeros.
-
-    Leaves that are alike lie at the same distance from one another in both, so a stretch of them is one copy.
-    """
-    if old is new:
-        return place.copy_(source, non_blocking=True)
-    stretch = (0, 0, 0)  # from, to, bytes
-
-    def copy(a: int, b: int, size: int) -> None:
-        if size:
-            place[b : b + size].copy_(source[a : a + size], non_blocking=True)
-
-    for mine, its in zip(old.leaves, new.leaves, strict=True):
-        if mine.shape == its.shape:
-            a, b, size = stretch
-            stretch = (a, b, its.stop - b) if size else (mine.start, its.start, its.stop - its.start)
-            continue
-        copy(*stretch)
-        stretch = (0, 0, 0)
-        size = min(mine.stop - mine.start, its.stop - its.start)
-        copy(mine.start, its.start, size)
-        place[its.start + size : its.stop].zero_()
-    copy(*stretch)
-    return place
-
-
-# ---- places ----------------------------------------------------------------------------------------------------------
-class _Row:
-    """One client's memory, and the places that have a copy of it."""
-
-    def __init__(self, client: int, layout: _Layout) -> None:
-        self.client, self.layout = client, layout
-        self.device: Tensor | None = None
-        self.landed: Event | None = None  # when the copy on the device is complete
-        self.host: _Slot | None = None
-        self.reading: Future[None] | None = None  # fills the copy on the host
-        self.writing: Future[int] | None = None  # makes the file `target`, and gives its checksum
-        self.leaving = False  # the copy on the host goes when it is written
-        self.target: Path | None = None
-        self.file: Path | None = None
-        self.crc = 0
-
-
-class _Tier:
-    """A tier of memory: its rows, longest not asked for first."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.used = limit, 0
-        self.free_until = limit - limit // 8  # where rows begin to leave for a slower tier
-        self.rows: OrderedDict[int, _Row] = OrderedDict()
-
-    def enter(self, row: _Row) -> None:
-        if row.layout.bytes:
-            self.used += row.layout.bytes
-            self.rows[row.client] = row
-
-    def leave(self, row: _Row) -> None:
-        self.used -= row.layout.bytes
-        self.rows.pop(row.client, None)
-
-    def touch(self, row: _Row) -> None:
-        if row.client in self.rows:
-            self.rows.move_to_end(row.client)
-
-
-class _Slot:
-    """A buffer on the host. `filled` is when its bytes are there; `busy`, what still reads them on a GPU."""
-
-    def __init__(self, buffer: Tensor) -> None:
-        self.buffer = self.whole = buffer
-        self.filled: Event | None = None
-        self.busy: list[Event] = []
-
-    def used(self, until: Event | None) -> None:
-        """Note that a copy from here runs until then."""
-        if until is not None:
-            self.busy = [*(event for event in self.busy if not event.query()), until]  # type: ignore[no-untyped-call]
-
-
-class _Gpu:
-    """The device, with a stream for copies to it and one for copies from it."""
-
-    def __init__(self, device: torch.device) -> None:
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self.device = torch.device("cuda", index)
-        self.up, self.down = (torch.cuda.Stream(self.device) for _ in range(2))  # type: ignore[no-untyped-call]
-
-    def current(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device)
-
-
-class _Pinned:
-    """Page-locked slots. They come from slabs of about sixteen, since torch rounds each allocation up to a power of two."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.held = limit, 0
-        self.free: dict[int, deque[_Slot]] = {}
-
-    def take(self, size: int) -> _Slot:
-        """A slot; what is in its `busy` must have ended before it is written."""
-        step = 1 << max(ALIGN.bit_length() - 1, size.bit_length() - 5)
-        room = -(-size // step) * step
-        free = self.free.setdefault(room, deque())
-        if not free:
-            slab = 1 << max(20, (16 * room - 1).bit_length())
-            count = max(1, min(slab, self.limit - self.held) // room)
-            self.held += count * room
-            free += [_Slot(part) for part in torch.empty((count, room), dtype=torch.uint8, pin_memory=True)]
-        slot = free.popleft()
-        slot.buffer = slot.whole[:size]
-        return slot
-
-    def give(self, slot: _Slot) -> None:
-        """Take a slot back."""
-        if slot.filled is not None:
-            slot.busy.append(slot.filled)
-            slot.filled = None
-        self.free[len(slot.whole)].append(slot)
-
-
-# ---- the disk --------------------------------------------------------------------------------------------------------
-class _Disk:
-    """A folder of rows, a file each, and the threads that write and read them. It goes when the object goes."""
-
-    def __init__(self, folder: str | Path | None) -> None:
-        if folder is not None:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        self.folder, self.files = Path(tempfile.mkdtemp(prefix="fedstill-memories-", dir=folder)), 0
-        self.writer, self.reader = ThreadPoolExecutor(1), ThreadPoolExecutor(READERS)
-        self.close = weakref.finalize(self, _remove, self.folder, self.writer, self.reader)
-
-    def new_file(self, client: int) -> Path:
-        """A name that no row has had, so that an old row's file is never taken for a new one's."""
-        self.files += 1
-        return self.folder / f"{client}-{self.files}.row"
-
-
-def _remove(folder: Path, *pools: ThreadPoolExecutor) -> None:
-    for pool in pools:
-        with contextlib.suppress(RuntimeError):  # the last reference may go in one of its own threads
-            pool.shutdown(wait=True, cancel_futures=True)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _stop(job: Future[Any]) -> None:
-    """Have a job neither running nor waiting to run; how it ended does not matter."""
-    if not job.cancel():
-        wait([job])
-
-
-def _write(client: int, file: Path, buffer: Tensor, filled: Event | None) -> int:
-    """Write a row whole or not at all, and give its checksum."""
-    if filled is not None:
-        filled.synchronize()
-    data, part = buffer.numpy().data, file.with_suffix(".part")
-    try:
-        part.write_bytes(data)
-        part.replace(file)
-    except OSError as error:
-        raise TrainingError(f"client {client}: its memory cannot be written to {file}: {error.strerror}") from error
-    return zlib.crc32(data)
-
-
-def _read(client: int, file: Path, buffer: Tensor, crc: int, busy: Sequence[Event] = ()) -> None:
-    """Fill a buffer from a file, which must be what was written."""
-    for event in busy:
-        event.synchronize()
-    data = buffer.numpy().data
-    try:
-        with file.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            whole = size == len(data) == stream.readinto(data)
-    except OSError as error:
-        raise TrainingError(f"client {client}: its memory cannot be read from {file}: {error.strerror}") from error
-    if not whole:
-        raise TrainingError(f"client {client}: its memory in {file} is damaged: {size} bytes instead of {len(data)}")
-    if zlib.crc32(data) != crc:
-        raise TrainingError(
-            f"client {client}: its memory in {file} is damaged: the checksum is not that of what was kept"
-        )
-
-
-def _available_memory() -> int:
-    """Bytes of memory that this process may still take; a container's limit counts."""
-    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 8 << 30
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    with contextlib.suppress(OSError, ValueError):  # "max": no limit
-        found = min(found, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return found
