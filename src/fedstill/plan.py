@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .device import put
+
 _WORD = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 COHORT, BATCHES, STEP, METHOD = 1, 2, 3, 4  # what a draw is for; keeps the streams apart
@@ -75,7 +77,7 @@ def _shift(h: Tensor, by: int) -> Tensor:
 
 
 def _on(words: NDArray[np.uint64], device: torch.device) -> Tensor:
-    return torch.from_numpy(words.view(np.int64)).to(device)
+    return put(words.view(np.int64), device)
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def tables(
     seed, client = (np.asarray(words, dtype=np.uint64)[:, None] for words in (seeds, clients))
     epoch = np.arange(epochs, dtype=np.uint64)[None, :]
     most = max(samples)
-    n = torch.tensor(samples, device=device)
+    n = put(samples, device)
     drawn = tensor_bits(_on(keys(seed, BATCHES, round, client, epoch), device), most) ^ -(1 << 63)  # unsigned order
     beyond = torch.arange(most, device=device) >= n[:, None, None]
     order = drawn.masked_fill_(beyond, (1 << 63) - 1).sort(dim=-1, stable=True).indices

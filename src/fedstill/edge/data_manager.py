@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..data.federation import Federation
+from ..device import put
 from ..errors import InputError
 
 
@@ -73,10 +74,9 @@ class Part:
 
     def rows(self, clients: list[int], width: int) -> Tensor:
         """For each client `width` row numbers: its own, then its first one again as padding."""
-        start = torch.tensor([self.starts[k] for k in clients]).unsqueeze(1)
-        size = torch.tensor([self.sizes[k] for k in clients]).unsqueeze(1)
-        within = torch.arange(width).unsqueeze(0).expand(len(clients), width)
-        return (start + torch.where(within < size, within, 0)).to(self.x.device)
+        start, size = (put([each[k] for k in clients], self.x.device).unsqueeze(1) for each in (self.starts, self.sizes))
+        within = torch.arange(width, device=self.x.device)
+        return start + torch.where(within < size, within, 0)
 
 
 class DataManager:

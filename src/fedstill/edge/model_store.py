@@ -96,7 +96,9 @@ class ModelStore:
         for client, row in zip(clients, found, strict=True):
             if row.layout is not layout and self._fitted(row.layout, per_sample, rows) is not layout:
                 raise ValueError(f"the memories of clients {clients[0]} and {client} differ in their names or shapes")
-        if found and all(row.device is not None and row.layout is layout for row in found):
+        if not layout.bytes:  # nothing is remembered, nothing moves
+            flat = self._empty(len(found), 0)
+        elif found and all(row.device is not None and row.layout is layout for row in found):
             flat = torch.stack([self._here(row).view(torch.int64) for row in found]).view(torch.uint8)
         else:
             flat = self._empty(len(found), layout.bytes)
@@ -115,7 +117,7 @@ class ModelStore:
                 raise ValueError(f"{name} has the shape {tuple(leaf.shape)} in a stack of {len(clients)} clients")
         whole = self._layout(spec_of(memory, stacked=True))
         flat = whole.pack(self._empty(len(clients), whole.bytes), memory)
-        packed = self._now()
+        packed = self._now() if whole.bytes else None
         ragged = any(name in per_sample for name in memory)
         rows = sizes if ragged else [0] * len(clients)
         for client, stacked, size in zip(clients, flat, rows, strict=True):
@@ -187,7 +189,7 @@ class ModelStore:
         if not size or (self._split and size <= self._device.limit):
             self._device_room(size)
             row.device = source if own else source.clone()
-            row.landed = self._now()
+            row.landed = self._now() if size else None
             self._device.enter(row)
         elif self._split:
             self._down(row, source, ready or self._now())

@@ -12,6 +12,7 @@ from torch import Tensor, autograd
 
 from .. import tree
 from ..batch import Batch
+from ..device import put
 from ..method import Method, Phase
 from ..task import Task
 from ..tree import Params, Tree
@@ -155,7 +156,7 @@ def _batches(bench: Bench, round: int, client: int, steps: int) -> Iterator[Batc
     """The client's first batches of a round, so many: one gather per epoch, then slices of it."""
     x, y = bench.data.train.of(client)
     size, step = min(bench.plan.batch_size, len(y)), 0
-    keys = torch.from_numpy(bench.plan.step_keys(round, client, steps)).to(x.device)
+    keys = put(bench.plan.step_keys(round, client, steps), x.device)
     for index in _orders(bench, round, client, steps):
         xs, ys = x[index], y[index]
         for first in range(0, len(index), size):
@@ -170,4 +171,4 @@ def _orders(bench: Bench, round: int, client: int, steps: int) -> Iterator[Tenso
     size, per_epoch = min(bench.plan.batch_size, len(y)), bench.plan.steps(len(y), 1)
     for epoch, first in enumerate(range(0, steps, per_epoch)):
         order = bench.plan.order(round, client, len(y), epoch)[: (steps - first) * size]
-        yield torch.from_numpy(order).to(x.device)
+        yield put(order, x.device)

@@ -248,5 +248,8 @@ def last_dimension_fast(like: Tensor, rows: int) -> Tensor:
 
 def each_step(lengths: Sequence[int]) -> Iterator[int]:
     """For each step, how many of the clients (longest first) are still at work."""
+    active = len(lengths)
     for s in range(lengths[0] if lengths else 0):
-        yield sum(length > s for length in lengths)
+        while lengths[active - 1] <= s:
+            active -= 1
+        yield active

@@ -23,6 +23,7 @@ from torch.func import grad_and_value, vmap
 
 from .. import tree
 from ..convolution import Choices
+from ..device import put
 from ..errors import InputError, Shown
 from ..functional import Net
 from ..method import Method, Phase
@@ -85,7 +86,7 @@ class Stacked:
         data, clients = bench.data.part(part), [client for client, _ in models]
         width = max(data.sizes[k] for k in clients)
         rows = data.rows(clients, width)
-        size = torch.tensor([data.sizes[k] for k in clients], device=rows.device).unsqueeze(1)
+        size = put([data.sizes[k] for k in clients], rows.device).unsqueeze(1)
         shared = all(params is models[0][1] for _, params in models)
         params = models[0][1] if shared else tree.stack([params for _, params in models])
         forward = vmap(lambda p, x: bench.task.net(p, x, train=False), in_dims=(None if shared else 0, 0))
@@ -150,12 +151,12 @@ class Cohort:
             self.memory = tree.stack([tree.fit_rows(work.memory, per_sample, self.rows) for work in works])
         self.site: Tree = {  # what differs between clients; the samples themselves lie in one shared array
             "index": train.rows(self.clients, self.rows),
-            "samples": torch.tensor(self.sizes, dtype=self.dtype, device=self.device),
-            "steps": torch.tensor([bench.steps(k, whole) for k in self.clients], dtype=self.dtype, device=self.device),
+            "samples": put(self.sizes, self.device, self.dtype),
+            "steps": put([bench.steps(k, whole) for k in self.clients], self.device, self.dtype),
         }
         if bench.varied:
             self.site["fields"] = {
-                name: torch.tensor([values[k] for k in self.clients], dtype=self.dtype, device=self.device)
+                name: put([values[k] for k in self.clients], self.device, self.dtype)
                 for name, values in bench.varied.items()
             }
         self.total = torch.zeros(len(works), dtype=self.dtype, device=self.device)
@@ -277,7 +278,7 @@ class Cohort:
         sgd, lr = bench.sgd(phase), self.rate(phase)
         state = sgd.init(list(weights.values()))
         before = tree.clone({**weights, **buffers}) if phase.after_epoch is not None else {}
-        per_epoch = torch.tensor([bench.plan.steps(n, 1) for n in self.sizes], device=self.device)
+        per_epoch = put([bench.plan.steps(n, 1) for n in self.sizes], self.device)
         for count, (active, batch) in enumerate(self._batches(epochs), start=1):
             head = rows_of(active)
             now, kept = tree.map(head, weights), tree.map(head, buffers)
@@ -351,7 +352,7 @@ class Cohort:
             found = self._drawn(width)
         else:
             found = self.bench.plan.tables(round, self.clients, self.sizes, epochs, width, self.device)
-        starts = torch.tensor([self.bench.data.train.starts[k] for k in self.clients], device=self.device)
+        starts = put([self.bench.data.train.starts[k] for k in self.clients], self.device)
         return {
             "rows": found.index + starts[:, None],
             "index": found.index,
@@ -370,8 +371,8 @@ class Cohort:
                 order[:n] = plan.order(self.round, client, n, epoch)
             index[:steps, row, :size] = drawn.reshape(-1, size)[:steps]
             key[:steps, row] = plan.step_keys(self.round, client, steps)
-        places = torch.from_numpy(index).to(self.device)
-        return Tables(places.clamp(min=0), places >= 0, torch.from_numpy(key).to(self.device))
+        places = put(index, self.device)
+        return Tables(places.clamp(min=0), places >= 0, put(key, self.device))
 
     def _batches(self, epochs: int) -> Iterator[tuple[int, Tree]]:
         """For each step: how many clients still work, and their batches, padded to one width."""

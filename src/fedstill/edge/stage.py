@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..device import put
 from ..method import Phase
 from ..tree import Params, Tree
 from . import program
@@ -138,12 +139,12 @@ class Stage:
         self.counter.zero_()
         for number, active in enumerate(program.each_step(lengths), start=1):
             self.programs[program.fitting(sizes, active)].run()
-            ended = [number % length == 0 for length in per_epoch[:active]]
-            if after is not None and any(ended):
+            ended = [number % length == 0 for length in per_epoch[:active]] if after is not None else []
+            if any(ended):
                 head = rows_of(active)
                 now = tree.map(head, {**mine["weights"], **mine["buffers"]})
                 fixed = {n: v[:active] for n, v in wanted["fixed"].items()}
-                marks = torch.tensor(ended, device=cohort.device)
+                marks = put(ended, cohort.device)
                 cohort.end_epoch(self.definition.number, marks, tree.map(head, before), now, fixed)
         cohort.draw_ahead(epochs, self.width)
         cohort.total = mine["total"][:n].clone()
@@ -164,7 +165,7 @@ class Stage:
         """The round's batches; rows without a client, or past its last step, are not live and get samples all the same."""
         found, lengths = dict(cohort.tables(epochs, self.width)), cohort.lengths(epochs)
         steps, n = found["key"].shape
-        after = torch.arange(steps, device=cohort.device)[:, None] < torch.tensor(lengths, device=cohort.device)
+        after = torch.arange(steps, device=cohort.device)[:, None] < put(lengths, cohort.device)
         found["mask"] = torch.where(after.unsqueeze(2), found["mask"], 1)
         self.tables["live"].zero_()
         for name, table in {**found, "live": after}.items():
