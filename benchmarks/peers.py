@@ -1,6 +1,6 @@
 """How fast a round of FedAvg is here and in the peers of the package index: the same model, data and number of SGD steps.
 
-    python benchmarks/peers.py [--workload mlp|cnn|all] [--peers pfl,fedjax,flwr,…] [--rounds N] [--check] [--out table.md]
+    python benchmarks/peers.py [--workload mlp|cnn|cnn-same|all] [--peers pfl,fedjax,…] [--rounds N] [--check] [--out FILE]
 
 Every competitor has an environment of its own, made by this script with pip (as pip is configured) and kept for the next time,
 and is a process of its own, which runs one round when it is told and answers with the seconds it took. Rounds go round robin, so
@@ -87,6 +87,7 @@ class Workload:
 WORKLOADS = {
     "mlp": Workload("MLP 784-128-10", 600, 20),
     "cnn": Workload("CNN, two 5×5 convolutions (32, 64) without padding, fc 512", 640, 64),
+    "cnn-same": Workload("CNN, two 5×5 convolutions (32, 64) padded to the same size, fc 512", 640, 64),
 }
 
 

@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class CNN(nn.Module):
-    """Two 5×5 convolutions without padding, 1-32-64, and 1024-512-10."""
+    """Two 5×5 convolutions, 1-32-64, and 1024-512-10; padded to the same size 3136-512-10."""
 
-    def __init__(self) -> None:
+    def __init__(self, padding: int = 0) -> None:
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 32, 5), nn.Conv2d(32, 64, 5)
-        self.fc1, self.fc2 = nn.Linear(1024, 512), nn.Linear(512, 10)
+        self.conv1, self.conv2 = nn.Conv2d(1, 32, 5, padding=padding), nn.Conv2d(32, 64, 5, padding=padding)
+        self.fc1, self.fc2 = nn.Linear(3136 if padding else 1024, 512), nn.Linear(512, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.max_pool2d(F.relu(self.conv1(x)), 2)
@@ -38,7 +38,7 @@ class MLP(nn.Module):
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return {"mlp": MLP, "cnn": CNN}[name]()
+    return MLP() if name == "mlp" else CNN(padding=2 if name == "cnn-same" else 0)
 
 
 @functools.cache

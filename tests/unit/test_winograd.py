@@ -90,21 +90,21 @@ def test_float32_is_off_by_little() -> None:
     found = conv2d(x, w, None, 0)
     both = torch.autograd.grad(found, [x, w], slope), torch.autograd.grad(exact, [x, w], slope.double())
     for a, e in ((found, exact), *zip(*both, strict=True)):
-        assert (a - e).norm() / e.norm() < 1e-5
+        assert (a - e).norm() / e.norm() < 3e-6
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({}, 0), ({"padding": 2}, 2), ({"padding": "same"}, 2), ({"padding": "valid"}, 0), ({"padding": (1, 2)}, None),
-        ({"stride": 2}, None), ({"dilation": (2, 2)}, None), ({"groups": 2, "w": (16, 8, 5, 5)}, None),
-        ({"w": (16, 16, 3, 3)}, None), ({"w": (8, 16, 5, 5)}, None), ({"x": (4, 8, 12, 12), "w": (16, 8, 5, 5)}, None),
-        ({"x": (8, 16, 9, 9)}, None), ({"x": (1, 16, 12, 12)}, None), ({"x": (64, 16, 7, 7)}, None),
-        ({"dtype": torch.bfloat16}, None),
+        ({"stride": 2}, None), ({"dilation": (2, 2)}, None), ({"groups": 2, "w": (32, 16, 5, 5)}, None),
+        ({"w": (32, 32, 3, 3)}, None), ({"w": (16, 32, 5, 5)}, None), ({"w": (64, 16, 5, 5), "x": (32, 16, 12, 12)}, 0),
+        ({"w": (128, 8, 5, 5), "x": (64, 8, 12, 12)}, None), ({"x": (64, 32, 9, 9)}, None), ({"x": (64, 32, 10, 10)}, 0),
+        ({"x": (4, 32, 12, 12)}, None), ({"x": (64, 32, 7, 7)}, None), ({"dtype": torch.bfloat16}, None),
     ],
 )  # fmt: skip
 def test_which_are_taken(changes: dict, expected: int | None) -> None:
-    how = {"x": (8, 16, 12, 12), "w": (16, 16, 5, 5), "stride": 1, "padding": 0, "dilation": 1, "groups": 1} | changes
+    how = {"x": (16, 32, 12, 12), "w": (32, 32, 5, 5), "stride": 1, "padding": 0, "dilation": 1, "groups": 1} | changes
     dtype = how.pop("dtype", torch.float32)
     x, w = (torch.zeros(how.pop(name), dtype=dtype) for name in ("x", "w"))
     assert takes(x, w, **how) == expected
@@ -118,9 +118,9 @@ class Five(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two, self.out = (
-            nn.Conv2d(1, 16, 5, padding=2),
-            nn.Conv2d(16, 16, 5, padding="same"),
-            nn.Linear(16, 3),
+            nn.Conv2d(1, 32, 5, padding=2),
+            nn.Conv2d(32, 64, 5, padding="same"),
+            nn.Linear(64, 3),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def test_whole_runs(method: fs.Method, monkeypatch) -> None:
 
     fast = run()
     taken = len(used)
-    assert {tuple(shape[1:]) for shape in used} == {(16, 8, 8)}
+    assert {tuple(shape[1:]) for shape in used} == {(32, 8, 8)}
     cost = fast.cost.flops
     slow = run(fast=False)
     assert len(used) == taken > 0

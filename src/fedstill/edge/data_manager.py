@@ -74,7 +74,9 @@ class Part:
 
     def rows(self, clients: list[int], width: int) -> Tensor:
         """For each client `width` row numbers: its own, then its first one again as padding."""
-        start, size = (put([each[k] for k in clients], self.x.device).unsqueeze(1) for each in (self.starts, self.sizes))
+        start, size = (
+            put([each[k] for k in clients], self.x.device).unsqueeze(1) for each in (self.starts, self.sizes)
+        )
         within = torch.arange(width, device=self.x.device)
         return start + torch.where(within < size, within, 0)
 
