@@ -33,8 +33,6 @@ def forward(batch):
         for channels in (32, 64):
             padding = "SAME" if spec["workload"] == "cnn-same" else "VALID"
             convolution = like_torch(hk.Conv2D, 25 * x.shape[-1], channels, 5, padding=padding)
-                hk.Conv2D, 25 * x.shape[-1], channels, 5, padding="SAME" if spec["workload"] == "cnn-same" else "VALID"
-            )
             x = hk.max_pool(jax.nn.relu(convolution(x)), (2, 2, 1), (2, 2, 1), "VALID")
     x, hidden = x.reshape(len(x), -1), 512 if convolutions else 128
     return like_torch(hk.Linear, hidden, 10)(jax.nn.relu(like_torch(hk.Linear, x.shape[1], hidden)(x)))
