@@ -1,13 +1,16 @@
-"""A 5×5 convolution by Winograd's minimal filtering along the rows, F(4, 5): 8 products for 4 results where the sum takes 20.
+"""A 5×5 convolution by Winograd's minimal filtering F(4×4, 5×5): 64 products for 16 results where the sum itself takes 400.
 
-    y = Aᵀ·Σ_r (G·w_r) ⊙ (Bᵀ·d_r)        d_r: 8 pixels of row r, w_r: the 5 taps of row r, y: 4 results; ⊙ summed over channels
+    Y = Aᵀ·[ (G·w·Gᵀ) ⊙ (Bᵀ·d·B) ]·A        d: a tile of 8×8 pixels, Y: 4×4 results, ⊙ summed over input channels
 
 Aᵀ, G and Bᵀ come from interpolation at 0, ±1, ±2, ±½ and ∞ (Toom and Cook's product of polynomials, transposed): with V_k the
 powers 0 … k−1 of the points, Aᵀ = V_4ᵀ, G = V_5, Bᵀ = V_8⁻ᵀ, and each row of G divided by its largest entry, by which that of
-Bᵀ is multiplied. Down the columns the sum is made tap by tap: in both dimensions the algorithm has fewer products still, but
-moves so much more memory that it is slower (for 14×14 pixels slower than torch's own), and is less exact.
+Bᵀ is multiplied.
 
-Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks", CVPR 2016. In float32 the result is off by about 1e-6 of
+The transforms would move more memory than they save in products. So the image is taken in strips of four rows of results, whose
+transforms stay in the cache, one dimension after the other; and it lies in memory by columns modulo 4, so that tiles, which
+overlap by half, are two slices of it and never copied.
+
+Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks", CVPR 2016. In float32 the result is off by about 3e-6 of
 its size, where torch's own sum is off by 4e-7. For clients that train one by one on a CPU.
 """
 
@@ -22,12 +25,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Matrix: TypeAlias = list[list[Fraction]]
-M, R, N = 4, 5, 8  # results, taps and pixels of a tile
+M, R, N = 4, 5, 8  # results, taps and pixels of a tile, in one dimension
 POINTS = tuple(Fraction(p) for p in ("0", "1", "-1", "2", "-2", "1/2", "-1/2"))  # and ∞
-# Where it pays, measured on one core for 16 to 128 channels, 4 to 28 results across and batches of 1 to 64 (docs/performance.md):
-PLANES = 1024  # input times output channels, of at least CHANNELS each
-CHANNELS = 16
-WORK = 200_000  # tiles of a batch, times planes
+ONE = N + 1  # the product at the point (1, 1), which adds as it is to every result of its tile
+# Where it pays, measured on one core for 6 to 192 channels, 4 to 28 results across and batches of 1 to 64 (docs/performance.md);
+# a tile that is not full costs as much as a full one.
+CHANNELS = 16  # in and out, at least
+PLANES = 250  # input times output channels, times the square of how full the tiles are
+WORK = 60_000  # that, times the tiles of a batch
+WIDE = 4  # tiles in a strip, with all images of a batch
 
 
 def takes(x: Tensor, w: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> int | None:
@@ -42,9 +48,11 @@ def takes(x: Tensor, w: Tensor, stride: Any, padding: Any, dilation: Any, groups
     height, width = (size + 2 * down - R + 1 for size in x.shape[2:])
     if down != right or min(height, width) < M:
         return None
-    tiles, planes = -(-width // M), w.shape[0] * w.shape[1]
-    filled = 4 * width >= 3 * M * tiles  # else too much of a row's last tile is thrown away
-    return down if filled and len(x) * height * tiles * planes >= WORK else None
+    down_tiles, across = -(-height // M), -(-width // M)
+    full = height * width / (M * M * down_tiles * across)
+    planes = w.shape[0] * w.shape[1] * full**2
+    pays = planes >= PLANES and len(x) * across >= WIDE and len(x) * down_tiles * across * planes >= WORK
+    return down if pays else None
 
 
 def worth(layer: nn.Module) -> bool:
@@ -61,11 +69,7 @@ def conv2d(x: Tensor, w: Tensor, bias: Tensor | None, padding: int) -> Tensor:
 
 
 def _wide(w: Tensor) -> bool:
-    return min(w.shape[:2]) >= CHANNELS and w.shape[0] * w.shape[1] >= PLANES
-
-
-def _padded(t: Tensor, pads: tuple[int, ...]) -> Tensor:
-    return F.pad(t, pads) if any(pads) else t
+    return min(w.shape[:2]) >= CHANNELS
 
 
 def _both(value: Any) -> tuple[int, int]:
@@ -113,30 +117,36 @@ def _transforms(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 class _Winograd(torch.autograd.Function):
     """The same transforms backwards: each step is linear in what it is given.
 
-    A transformed image is [8, rows · batch · tiles, channels], so that any `oh` of its rows one below the other are one matrix.
+    A strip of tiles is [8 (down), 8 (across), tiles · batch, channels]; images are [rows, 4, columns / 4, batch, channels].
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, padding: int) -> Tensor:
         a, g, b = _transforms(x.dtype)
-        (batch, channels, h, width), outputs, rows = x.shape, w.shape[0], x.shape[2] + 2 * padding
+        (batch, channels, h, width), outputs = x.shape, w.shape[0]
         oh, ow = (size + 2 * padding - R + 1 for size in (h, width))
-        across = -(-ow // M)
-        image = _padded(x.permute(0, 2, 3, 1), (0, 0, padding, M * across + M - width - padding, padding, padding))
-        image = image.contiguous()
-        sb, sh, sw, _ = image.stride()
-        tiles = image.as_strided((N, rows, batch, across, channels), (sw, sh, sb, M * sw, 1))
-        d = (b @ tiles.reshape(N, -1)).view(N, -1, channels)
-        u = (g @ w.permute(3, 2, 1, 0).reshape(R, -1)).view(N, R, channels, outputs)
-        below = batch * across
-        m = torch.bmm(d[:, : oh * below], u[:, 0])
-        for r in range(1, R):
-            m.baddbmm_(d[:, r * below : (r + oh) * below], u[:, r])
-        y = (a @ m.view(N, -1)).view(M, oh, batch, across, outputs)
-        y = y.permute(2, 1, 3, 0, 4).reshape(batch, oh, M * across, outputs)[:, :, :ow]
+        down, across = -(-oh // M), -(-ow // M)
+        image = _by_columns(x, padding, M * down + M, M * across + M)
+        u = torch.matmul(g, (g @ w.permute(2, 3, 1, 0).reshape(R, -1)).view(N, R, -1)).view(N * N, channels, outputs)
+        tiles, one = across * batch, batch * channels
+        d, y = x.new_empty(down, N * N, tiles, channels), x.new_empty(down, M, M * tiles * outputs)
+        rows, m = x.new_empty(N, M, one + tiles * channels), x.new_empty(N * N, tiles, outputs)
+        half = x.new_empty(N, M, tiles * outputs)
+        left, right, back = b[:, :M].expand(N, N, M), b[:, M:].expand(N, N, M), a.expand(N, M, N)
+        for strip in range(down):
+            torch.mm(b, image[M * strip : M * strip + N].view(N, -1), out=rows.view(N, -1))
+            both = d[strip].view(N, N, -1)
+            torch.bmm(left, rows[:, :, :-one], out=both).baddbmm_(right, rows[:, :, one:])
+            torch.bmm(d[strip], u, out=m)
+            if bias is not None:
+                m[ONE].add_(bias)
+            torch.bmm(back, m.view(N, N, -1), out=half)
+            torch.mm(a, half.view(N, -1), out=y[strip])
         ctx.save_for_backward(x, w, d, u)
         ctx.padding, ctx.biased = padding, bias is not None
-        return (y if bias is None else y + bias).permute(0, 3, 1, 2)
+        return _by_rows(y.view(M * down, M, across, batch, outputs))[:, :, :oh, :ow].contiguous(
+            memory_format=torch.channels_last
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
@@ -149,24 +159,43 @@ class _Winograd(torch.autograd.Function):
             return found[0], found[1], found[2], None
         a, g, b = _transforms(grad.dtype)
         (batch, channels, h, width), (_, outputs, oh, ow), p = x.shape, grad.shape, ctx.padding
-        across, rows = -(-ow // M), h + 2 * p
-        below = batch * across
-        y = grad.permute(0, 2, 3, 1)
-        bias = y.sum((0, 1, 2)) if by_bias else None
-        y = _padded(y, (0, 0, 0, M * across - ow)).reshape(batch, oh, across, M, outputs)
-        m = (a.T @ y.permute(3, 1, 0, 2, 4).reshape(M, -1)).view(N, -1, outputs)
-        taps = [slice(r * below, (r + oh) * below) for r in range(R)]
-        image = weight = None
-        if by_w:
-            products = torch.stack([torch.bmm(d[:, part].mT, m) for part in taps], 1)
-            weight = (g.T @ products.view(N, -1)).view(R, R, channels, outputs).permute(3, 2, 1, 0)
-        if by_x:  # tiles overlap by half: a pixel is in the left half of one and in the right half of the one before
-            whole = grad.new_zeros((N, rows * below, channels))
-            for r, part in enumerate(taps):
-                whole[:, part].baddbmm_(m, u[:, r].mT)
-            halves = (b.T @ whole.view(N, -1)).view(2, M, rows, batch, across, channels).permute(0, 3, 2, 4, 1, 5)
-            flat = grad.new_zeros((batch, rows, across + 1, M, channels))
-            flat[:, :, :across] = halves[0]
-            flat[:, :, 1:] += halves[1]
-            image = flat.view(batch, rows, -1, channels)[:, p : p + h, p : p + width].permute(0, 3, 1, 2)
-        return image, weight, bias, None
+        down, across = -(-oh // M), -(-ow // M)
+        slope = _by_columns(grad, 0, M * down, M * across)
+        tiles, one = across * batch, batch * channels
+        half, m = grad.new_empty(N, M, tiles * outputs), grad.new_empty(N * N, tiles, outputs)
+        weight = grad.new_zeros(N * N, channels, outputs) if by_w else None
+        image = grad.new_zeros(M * down + M, M, across + 1, batch, channels) if by_x else None
+        products, rows = grad.new_empty(N, N, tiles * channels), grad.new_zeros(N, M, one + tiles * channels)
+        left, right, back = b[:, :M].T.expand(N, M, N), b[:, M:].T.expand(N, M, N), a.T.expand(N, N, M)
+        for strip in range(down):
+            torch.mm(a.T, slope[M * strip : M * strip + M].view(M, -1), out=half.view(N, -1))
+            torch.bmm(back, half, out=m.view(N, N, -1))
+            if weight is not None:
+                weight.baddbmm_(d[strip].mT, m)
+            if image is not None:  # a pixel is in the left half of one tile and in the right half of the one before
+                torch.bmm(m, u.mT, out=products.view(N * N, tiles, channels))
+                rows[:, :, :-one] = torch.bmm(left, products)
+                rows[:, :, -one:] = 0
+                rows[:, :, one:] += torch.bmm(right, products)
+                image[M * strip : M * strip + N].view(N, -1).addmm_(b.T, rows.view(N, -1))
+        if weight is not None:
+            taps = g.T @ torch.matmul(g.T, weight.view(N, N, -1)).view(N, -1)
+            weight = taps.view(R, R, channels, outputs).permute(3, 2, 0, 1)
+        if image is not None:
+            image = _by_rows(image)[:, :, p : p + h, p : p + width]
+        return image, weight, grad.sum((0, 2, 3)) if by_bias else None, None
+
+
+def _by_columns(x: Tensor, padding: int, rows: int, columns: int) -> Tensor:
+    """An image [batch, channels, …, …], padded to a size, as [rows, 4, columns / 4, batch, channels]."""
+    right, below = columns - padding - x.shape[3], rows - padding - x.shape[2]
+    image = x.permute(0, 2, 3, 1)
+    if padding or right or below:
+        image = F.pad(image, (0, 0, padding, right, padding, below))
+    return image.reshape(len(x), rows, columns // M, M, -1).permute(1, 3, 2, 0, 4).contiguous()
+
+
+def _by_rows(image: Tensor) -> Tensor:
+    """And back: [batch, channels, rows, columns], channels last in memory."""
+    rows, _, columns, batch, channels = image.shape
+    return image.permute(3, 0, 2, 1, 4).reshape(batch, rows, M * columns, channels).permute(0, 3, 1, 2)

@@ -90,7 +90,7 @@ def test_float32_is_off_by_little() -> None:
     found = conv2d(x, w, None, 0)
     both = torch.autograd.grad(found, [x, w], slope), torch.autograd.grad(exact, [x, w], slope.double())
     for a, e in ((found, exact), *zip(*both, strict=True)):
-        assert (a - e).norm() / e.norm() < 3e-6
+        assert (a - e).norm() / e.norm() < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,8 @@ def test_float32_is_off_by_little() -> None:
         ({"w": (32, 32, 3, 3)}, None), ({"w": (16, 32, 5, 5)}, None), ({"w": (64, 16, 5, 5), "x": (32, 16, 12, 12)}, 0),
         ({"w": (128, 8, 5, 5), "x": (64, 8, 12, 12)}, None), ({"x": (64, 32, 9, 9)}, None), ({"x": (64, 32, 10, 10)}, 0),
         ({"x": (4, 32, 12, 12)}, None), ({"x": (64, 32, 7, 7)}, None), ({"dtype": torch.bfloat16}, None),
+        ({"w": (128, 128, 5, 5), "x": (1, 128, 16, 16)}, None), ({"w": (128, 128, 5, 5), "x": (1, 128, 20, 20)}, 0),
+        ({"w": (16, 16, 5, 5), "x": (64, 16, 12, 12)}, 0), ({"w": (16, 16, 5, 5), "x": (64, 16, 14, 14)}, None),
     ],
 )  # fmt: skip
 def test_which_are_taken(changes: dict, expected: int | None) -> None:
