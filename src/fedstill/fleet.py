@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ from .edge.data_manager import DataManager, Part, Samples
 from .edge.model_store import ModelStore
 from .edge.stage import say
 from .edge.trainer import Bench, Done, Work
+from .errors import TrainingError
 from .experiment import Experiment
 from .plan import Plan
 from .result import Run
@@ -48,52 +49,91 @@ def run_together(
     """Experiments that differ in their seeds, in floating fields of their methods or in lr only, as one stack.
 
     Where they cannot go together (the engine is not stacked, a method branches on the value) they are run one after another,
-    with one line that says why. `progress` is told the last one's records.
+    with one line that says why. `progress` is told the last one's records. Where one cannot go on, the others are run to their
+    ends before `TrainingError` says so.
     """
-    folders = outs or [None] * len(experiments)
-    data = federations or [None] * len(experiments)
     told = [None] * (len(experiments) - 1) + [progress]
+    return _whole(try_together(experiments, outs=outs, progress=told, federations=federations))
+
+
+def try_together(
+    experiments: Sequence[Experiment],
+    *,
+    outs: Sequence[str | Path | None] | None = None,
+    progress: Sequence[Progress | None] | None = None,
+    federations: Sequence[Federation | None] | None = None,
+) -> list[Run | TrainingError]:
+    """As `run_together`, with someone to tell each run's records; in the place of a run that could not go on stands why."""
+    none = [None] * len(experiments)
     courses = [
         begin(experiment, out=folder, federation=federation, progress=tell)
-        for experiment, folder, federation, tell in zip(experiments, folders, data, told, strict=True)
+        for experiment, folder, federation, tell in zip(
+            experiments, outs or none, federations or none, progress or none, strict=True
+        )
     ]
     try:
-        return run(courses)
+        return go(courses)
     except Apart as why:
         if any(course.history for course in courses):
             raise
         if len(courses) > 1:
             say(f"the runs go one after another: {why}")
-        return [_anew(course).run() for course in courses]  # memories may have been changed already
+        return [_try(_anew(course).run) for course in courses]  # memories may have been changed already
 
 
 def _anew(course: Course) -> Course:
     return course.simulation.start(course.journal, course.checkpoint_every, course.progress)
 
 
+def _try(run: Callable[[], Run]) -> Run | TrainingError:
+    try:
+        return run()
+    except TrainingError as error:
+        return error
+
+
+def _whole(found: Sequence[Run | TrainingError]) -> list[Run]:
+    """The runs, where none has failed."""
+    for run in found:
+        if isinstance(run, TrainingError):
+            raise run
+    return [run for run in found if not isinstance(run, TrainingError)]
+
+
 def run(courses: Sequence[Course]) -> list[Run]:
     """Run all to their ends. Raises `Apart` before the first round where they cannot go together."""
+    return _whole(go(courses))
+
+
+def go(courses: Sequence[Course]) -> list[Run | TrainingError]:
+    """As `run`; a run that cannot go on leaves the others alone, and in its place stands why."""
     fleet = Fleet(courses)
     talks = [course.coordinator.course(course.server, course.first) for course in courses]
     said = [next(talk, None) for talk in talks]
+    failed: dict[int, TrainingError] = {}
     first = True
-    while said[0] is not None:
-        if isinstance(said[0], list):
-            orders = [part for part in said if isinstance(part, list)]
+    while going := [i for i in range(len(courses)) if i not in failed and said[i] is not None]:
+        if isinstance(said[going[0]], list):
+            orders = [part if isinstance(part, list) else [] for part in said]
             try:
                 replies = fleet.handle(orders)
             except Exception as error:
                 if first and len(courses) > 1:
                     raise Apart(str(error).strip().splitlines()[0] if str(error).strip() else repr(error)) from error
                 raise
-            said = [talk.send(part) for talk, part in zip(talks, replies, strict=True)]
+            for i in going:
+                try:
+                    said[i] = talks[i].send(replies[i])
+                except TrainingError as error:
+                    failed[i], said[i] = error, None
         else:
-            for course, part in zip(courses, said, strict=True):
+            for i in going:
+                part = said[i]
                 assert isinstance(part, tuple)
-                course.note(*part)
-            said = [next(talk, None) for talk in talks]
+                courses[i].note(*part)
+                said[i] = next(talks[i], None)
             first = False
-    return [course.end() for course in courses]
+    return [failed[i] if i in failed else _try(course.end) for i, course in enumerate(courses)]
 
 
 class Fleet:
@@ -142,13 +182,15 @@ class Fleet:
             ]
         wanted = [controller.models(part) for controller, part in zip(controllers, orders, strict=True)]
         hits: list[dict[str, list[int]]] = [{} for _ in orders]
-        for model in wanted[0]:
-            every = [(r * self.clients + k, params) for r, part in enumerate(wanted) for k, params in part[model]]
-            right = self._apart(orders, self.trainer.score(orders[0][0].part, every))
+        for model in next(found for found, part in zip(wanted, orders, strict=True) if part):
+            every = [
+                (r * self.clients + k, params) for r, part in enumerate(wanted) for k, params in part.get(model, ())
+            ]
+            right = self._apart(orders, self.trainer.score(first.part, every))
             for mine, found in zip(hits, right, strict=True):
                 mine[model] = found
         return [
-            list(controller.scored(part, mine))
+            list(controller.scored(part, mine)) if part else []  # a run that could not go on has no orders
             for controller, part, mine in zip(controllers, orders, hits, strict=True)
         ]
 

@@ -20,6 +20,7 @@ Command: TypeAlias = Callable[[Sequence[str]], None]
 COMMANDS: dict[str, tuple[Command, str]] = {
     "run": (train.run, "run one method: fedstill run METHOD, or fedstill run experiment.toml"),
     "compare": (train.compare, "run several methods on the same data and set them side by side"),
+    "sweep": (train.sweep, "run one method with several values of a field: fedstill sweep pfedsd lam=0.1,0.5,1"),
     "demo": (train.demo, "compare four methods on handwritten digits; a table and a picture in a minute"),
     "resume": (train.resume, "go on with a run that was stopped"),
     "costs": (costs.costs, "what a round costs by method: time, FLOPs, bytes, beside the first paper's numbers"),
@@ -34,6 +35,7 @@ EXAMPLES = (
     ("fedstill run pfedsd --rounds 20 --lam 0.5", "one method, its own flags"),
     ("fedstill compare local fedavg pfedsd --partition shards:2", "side by side, on the same split"),
     ("fedstill compare all --seeds 3 --out runs/all", "all methods, mean ± std over seeds, kept"),
+    ("fedstill sweep pfedsd lam=0.1,0.5,1 --seeds 3", "several values of a field, as one stack where that pays"),
     ("fedstill costs fedavg pfedsd pfedme --model cnn-fmnist --no-time", "FLOPs and bytes of a round"),
     ("fedstill run pfedsd --profile lognormal:0.5 --drop 0.1 --out runs/slow", "on devices that differ, some lost"),
     ("fedstill timeline runs/slow", "who worked and waited when"),

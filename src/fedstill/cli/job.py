@@ -1,4 +1,4 @@
-"""A command's work: experiments that differ in their method only, each for several seeds; checked first, then run."""
+"""A command's work: experiments that differ in their method or in one field, each for several seeds; checked first, then run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from ..report.local_work import without_effect
 from ..report.text import Facts
 from ..result import Run
 from ..server.sampler import BY_PLAN
+from ..simulation import Progress
 from . import keep
 from .live import Watch, watch
 from .screen import results, say
 
 RULE = ("server_lr", "server_momentum", "server_beta2", "server_tau")
 ASYNC, ALWAYS = ("fedasync", "fedbuff"), ("constant", "hinge", "polynomial")  # modes, and kinds of staleness
+SWEEP = "sweep"  # the command whose experiments differ in one field
 KEEPS = "nothing was written: --out FOLDER keeps the run (settings, metrics, checkpoints, picture)"
 
 
@@ -31,10 +33,10 @@ KEEPS = "nothing was written: --out FOLDER keeps the run (settings, metrics, che
 class Job:
     """What is to run, and where it is kept."""
 
-    experiments: dict[str, Experiment]  # by method
+    experiments: dict[str, Experiment]  # by method, or by the value of the field that is swept
     seeds: int
     out: Path | None
-    compares: bool  # each method has a folder of its own
+    compares: bool  # each experiment has a folder of its own
     command: str = "run"
     given: tuple[str, ...] = ()  # the fields that flags gave
 
@@ -42,6 +44,11 @@ class Job:
     def replaces(self) -> bool:
         """Whether an earlier one in `out` goes."""
         return self.command == keep.DEMO
+
+    @property
+    def abreast(self) -> bool:
+        """Whether the experiments may be one stack: they have the same method."""
+        return self.command == SWEEP
 
     @property
     def first(self) -> Experiment:
@@ -149,30 +156,37 @@ def execute(job: Job) -> None:
             done.hashes.append(dealt[-1].hash)
             _one_seed(job, number, dealt[-1], shown, done, [n for n in job.experiments if n not in stacks])
             dealt = dealt if stacks else []
-        _seeds_together(job, dealt, shown, done, [n for n in job.experiments if n in stacks])
+        stacked = [n for n in job.experiments if n in stacks]
+        for labels in [stacked] if job.abreast and stacked else [[label] for label in stacked]:
+            _together(job, dealt, shown, done, labels)
     _report(job, done, dataclasses.replace(facts, hashes=tuple(done.hashes)))
 
 
-def _seeds_together(job: Job, dealt: Sequence[Federation], shown: Watch, done: Done, labels: Sequence[str]) -> None:
-    """Methods whose clients are stacked, one after the other; all seeds of one are one more axis of the stack."""
-    seeds = [job.first.seed + number for number in range(job.seeds)]
+def _together(job: Job, dealt: Sequence[Federation], shown: Watch, done: Done, labels: Sequence[str]) -> None:
+    """All seeds of a method whose clients are stacked, or of several values of its field: one more axis of the stack."""
+    pairs = [(label, job.first.seed + number) for label in labels for number in range(job.seeds)]
+    folders = [job.folder(label, seed) for label, seed in pairs]
     for label in labels:
         shown.start(label)
-        folders = [job.folder(label, seed) for seed in seeds]
-        experiments = [dataclasses.replace(job.experiments[label], seed=seed) for seed in seeds]
-        try:
-            with stoppable(folders[0]):
-                runs = fleet.run_together(
-                    experiments,
-                    outs=folders,
-                    federations=dealt,
-                    progress=lambda record, label=label: shown.abreast(label, record),  # type: ignore[misc]
-                )
-        except TrainingError as error:
-            done.failed[label] = str(error)
+
+    def told(label: str) -> Progress:
+        return lambda record: shown.abreast(label, record)
+
+    last = job.first.seed + job.seeds - 1
+    with stoppable(folders[0]):
+        found = fleet.try_together(
+            [dataclasses.replace(job.experiments[label], seed=seed) for label, seed in pairs],
+            outs=folders,
+            federations=[*dealt] * len(labels),
+            progress=[told(label) if seed == last else None for label, seed in pairs],
+        )
+    for (label, seed), folder, run in zip(pairs, folders, found, strict=True):
+        if isinstance(run, TrainingError):
+            done.failed.setdefault(label, f"seed {seed}: {run}")
             continue
-        done.runs[label] = [run.without_data() for run in runs]
-        done.folders.setdefault(label, []).extend(folder for folder in folders if folder is not None)
+        done.runs.setdefault(label, []).append(run.without_data())
+        if folder is not None:
+            done.folders.setdefault(label, []).append(folder)
 
 
 def _one_seed(job: Job, number: int, federation: Federation, shown: Watch, done: Done, labels: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The commands that train: run, compare, demo, resume."""
+"""The commands that train: run, compare, sweep, demo, resume."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from ..experiment import Experiment
 from ..methods import METHODS, get
 from ..report.text import Facts
 from . import keep
-from .job import execute, plan, stoppable
+from .job import SWEEP, execute, plan, stoppable
 from .live import watch
 from .screen import results, say
+from .sweep import plan_sweep
 
 DEMO = ("local", "fedavg", "fedrep", "pfedsd")
 
@@ -80,6 +81,18 @@ COMPARE = Face(
         "fedstill compare all --seeds 3 --out runs/all",
     ),
 )
+VALUES = Face(
+    SWEEP,
+    "METHOD|FILE.toml FIELD=VALUE,VALUE…",
+    "Run one method with several values of one field, its own or one of local training, on the same data, and set them side "
+    "by side. Where clients are stacked, all values of a floating field of the method or of lr, and all seeds, are one stack. "
+    "With --out: a folder for each run, summary.json and figure.png.",
+    (
+        "fedstill sweep pfedsd lam=0.1,0.5,1",
+        "fedstill sweep fedprox lr=0.01,0.05,0.1 --mu 0.1 --seeds 3 --out runs/lr",
+        "fedstill sweep runs/lr/lr=0.05/seed-0/experiment.toml mu=0,0.01,0.1",
+    ),
+)
 SHOW = Face(
     "demo",
     "",
@@ -103,13 +116,16 @@ def run(argv: Sequence[str]) -> None:
         )
     if len(words) > 1:
         raise InputError("argument", words[1], "left out: 'fedstill compare' runs several methods")
-    name = words[0]
-    if name not in METHODS and (name.endswith(".toml") or Path(name).is_file()):
-        base = Experiment.from_toml(name)
-    else:
-        base = Experiment(method=get(name)())
+    base = _base(words[0])
     with flags.named(given):
         execute(plan([base.method], base, given, "run"))
+
+
+def _base(name: str) -> Experiment:
+    """The experiment that a method's name or a TOML file stands for."""
+    if name not in METHODS and (name.endswith(".toml") or Path(name).is_file()):
+        return Experiment.from_toml(name)
+    return Experiment(method=get(name)())
 
 
 def compare(argv: Sequence[str]) -> None:
@@ -123,6 +139,23 @@ def compare(argv: Sequence[str]) -> None:
         chosen = METHODS
     with flags.named(given):
         execute(plan([cls() for cls in chosen.values()], Experiment(), given, "compare"))
+
+
+def sweep(argv: Sequence[str]) -> None:
+    """`fedstill sweep`."""
+    found = VALUES.read(argv)
+    if found is None:
+        return
+    given, words = found
+    if len(words) != 2:
+        raise InputError(
+            "arguments",
+            Shown(" ".join(words) or "nothing"),
+            "a method and a field: fedstill sweep pfedsd lam=0.1,0.5,1",
+        )
+    job = plan_sweep(_base(words[0]), words[1], given)
+    with flags.named(given):
+        execute(job)
 
 
 def demo(argv: Sequence[str]) -> None:

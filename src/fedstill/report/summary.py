@@ -26,13 +26,16 @@ def summary(
     """All numbers of a comparison: each run with its folder, and means over seeds. Accuracies are fractions."""
     from .. import __version__
 
-    values = settings.values_of(next(iter(experiments.values())))
+    every = [settings.values_of(experiment) for experiment in experiments.values()]
+    values = {name: value for name, value in every[0].items() if all(other[name] == value for other in every)}
     shared = {**values, "partition": facts.partition, "clients": facts.clients}  # as they were, where left to the data
     methods = {}
     for label, experiment in experiments.items():
         done = runs.get(label, [])
+        own = {name: value for name, value in settings.values_of(experiment).items() if name not in values}
         methods[label] = {
             "settings": {"id": experiment.method.id, **settings.values_of(experiment.method)},
+            **({"experiment": own} if own else {}),  # what is not shared
             "runs": [{"seed": run.training.seed, "folder": folder, **_numbers(run)} for folder, run in done],
             **_means([run for _, run in done]),
         }

@@ -239,8 +239,14 @@ def notes(runs: Sequence[Run], found: Sequence[Row], facts: Facts = UNKNOWN) -> 
     epochs, differing = work_lines(grouped(runs))
     engines = " or ".join(sorted({run.engine for run in runs}))
     rounds = f"{training.rounds} rounds, participation {training.participation:g}, {epochs}"
-    lines.append(f"{rounds}, batch {training.batch_size}, lr {training.lr:g}; engine {engines}")
+    batch, lr = (" or ".join(f"{v:g}" for v in _values(runs, name)) for name in ("batch_size", "lr"))
+    lines.append(f"{rounds}, batch {batch}, lr {lr}; engine {engines}")
     return [*lines, *differing, *server_lines(grouped(runs)), *time_lines(grouped(runs))]
+
+
+def _values(runs: Sequence[Run], name: str) -> list[float]:
+    """The values of a field that the runs have, each once."""
+    return list(dict.fromkeys(getattr(run.training, name) for run in runs))
 
 
 def server_lines(groups: Mapping[str, Sequence[Run]]) -> list[str]:

@@ -1,0 +1,52 @@
+"""What `fedstill sweep METHOD FIELD=VALUE,VALUE…` is to run."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, get_origin
+
+from .. import flags, settings
+from ..errors import InputError, nearest
+from ..experiment import Experiment
+from .job import SWEEP, Job, plan
+
+GROUPS = ("local training", "server")  # of the experiment's fields, these may be swept beside the method's own
+SWITCH = {"on": True, "true": True, "off": False, "false": False}
+
+
+def plan_sweep(base: Experiment, text: str, given: Mapping[str, Any]) -> Job:
+    """The job that FIELD=VALUE,VALUE… and flags make of a base experiment: an experiment for each value."""
+    word, _, listed = text.partition("=")
+    name, values = word.replace("-", "_"), [value.strip() for value in listed.split(",")]
+    method = type(base.method)
+    types = {
+        f.name: settings.types_of(Experiment)[f.name]
+        for f in settings.fields_of(Experiment)
+        if f.metadata["group"] in GROUPS
+    }
+    types |= {f.name: settings.types_of(method)[f.name] for f in settings.fields_of(method)}
+    types = {name: kind for name, kind in types.items() if get_origin(kind) is not tuple}
+    if name not in types:
+        raise InputError("field", word, f"a field of {method.id} or of local training: {nearest(name, types)}")
+    if len(values) < 2 or not all(values):
+        raise InputError(word, listed, f"two or more values, such as {word}=0.1,0.5,1")
+    if name in given:
+        raise InputError(flags.flag(name), given[name], f"left out: {word} is what is swept")
+    experiments = {}
+    for value, meant in zip(values, _switched(word, values) if types[name] is bool else values, strict=True):
+        with flags.named({name: meant}):
+            job = plan([base.method], base, {**given, name: meant}, SWEEP)
+        experiments[f"{name}={value}"] = job.first
+    alike = any(a == b for a, b in itertools.combinations(experiments.values(), 2))
+    if alike or len(experiments) < len(values):
+        raise InputError(word, listed, "values that differ from one another")
+    return dataclasses.replace(job, experiments=experiments)
+
+
+def _switched(word: str, values: Sequence[str]) -> list[bool]:
+    for value in values:
+        if value not in SWITCH:
+            raise InputError(word, value, "on or off")
+    return [SWITCH[value] for value in values]

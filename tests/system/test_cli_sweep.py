@@ -1,0 +1,118 @@
+"""`fedstill sweep`: several values of one field, equal to runs of their own; one that fails leaves the others alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import fedstill as fs
+from fedstill import fleet
+from fedstill.cli import main
+
+from .test_cli import metrics, refused
+
+TINY = ["--rounds", "2", "--clients", "4", "--epochs", "1", "--dtype", "float64"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch) -> None:
+    """Each test in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def fleets(monkeypatch) -> list[int]:
+    """How many runs go together, each time some do."""
+    found: list[int] = []
+    begin = fleet.Fleet.__init__
+    monkeypatch.setattr(
+        fleet.Fleet, "__init__", lambda self, courses: found.append(len(courses)) or begin(self, courses)
+    )
+    return found
+
+
+def same_numbers(a: list[dict], b: list[dict]) -> bool:
+    """Whether two runs' records agree: scores exactly, losses to rounding."""
+    for one, other in zip(a, b, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            assert other[name] == (pytest.approx(value, rel=1e-9) if isinstance(value, float) else value)
+    return True
+
+
+@pytest.mark.parametrize("engine", ["one", "stacked"])
+@pytest.mark.parametrize(
+    ("method", "field", "values"), [("pfedsd", "lam", ("0.1", "2")), ("fedprox", "lr", ("0.01", "0.2", "0.05"))]
+)
+def test_a_sweep_equals_runs_of_their_own(method, field, values, engine, fleets, capsys) -> None:
+    flags = [*TINY, "--engine", engine]
+    assert main(["sweep", method, f"{field}={','.join(values)}", *flags, "--seeds", "2", "--out", "all"]) == 0
+    assert fleets == ([2 * len(values)] if engine == "stacked" else [])
+    out = capsys.readouterr().out
+    for value in values:
+        assert f"{method} {field}={float(value)}" in out
+        for seed in ("0", "1"):
+            assert main(["run", method, f"--{field}", value, *flags, "--seed", seed, "--out", f"{value}-{seed}"]) == 0
+            assert same_numbers(metrics(f"all/{field}={value}/seed-{seed}"), metrics(f"{value}-{seed}"))
+    assert Path("all/figure.png").is_file()
+
+
+def test_the_summary_says_which_value_is_whose() -> None:
+    assert main(["sweep", "fedavg", "batch-size=8,32", *TINY, "--out", "s"]) == 0
+    found = json.loads(Path("s/summary.json").read_text())
+    assert [one["experiment"] for one in found["methods"].values()] == [{"batch_size": 8}, {"batch_size": 32}]
+    assert "batch_size" not in found["experiment"]
+    assert (found["command"], found["finished"]) == ("sweep", True)
+    assert fs.Experiment.from_toml("s/batch_size=32/experiment.toml").batch_size == 32
+
+
+def test_a_kept_experiment_is_swept_and_a_run_of_a_sweep_goes_on() -> None:
+    assert main(["run", "fedprox", *TINY, "--mu", "0.3", "--out", "a"]) == 0
+    assert main(["sweep", "a/experiment.toml", "mu=0,0.3", "--out", "b"]) == 0
+    assert same_numbers(metrics("b/mu=0.3"), metrics("a"))
+    assert main(["resume", "b/mu=0"]) == 0
+
+
+def test_fields_that_no_stack_can_vary_go_one_after_another(fleets, capsys) -> None:
+    assert main(["sweep", "fedavg", "nesterov=on,off", *TINY, "--engine", "stacked"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "fedstill: the runs go one after another: nesterov differs\n"
+    assert "fedavg nesterov=True" in out
+    assert "fedavg nesterov=False" in out
+
+
+@pytest.mark.parametrize("engine", ["one", "stacked"])
+def test_one_value_that_diverges_leaves_the_others_alone(engine, fleets, capsys) -> None:
+    flags = [*TINY, "--engine", engine]
+    assert main(["sweep", "fedavg", "lr=1e200,0.1,0.05", *flags, "--out", "all"]) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("fedstill: lr=1e200, seed 0: round ")
+    assert "a smaller lr (now 1e+200) usually helps" in err
+    assert out.count("fedavg lr=") >= 2
+    assert fleets == ([3] if engine == "stacked" else [])
+    assert main(["run", "fedavg", "--lr", "0.05", *flags, "--out", "alone"]) == 0
+    assert same_numbers(metrics("all/lr=0.05"), metrics("alone"))
+    found = json.loads(Path("all/summary.json").read_text())
+    assert list(found["failed"]) == ["lr=1e200"]
+    assert not found["finished"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["pfedsd"], "a method and a field: fedstill sweep pfedsd lam=0.1,0.5,1"),
+        (["pfedsd", "lam=1", "tau=2"], "a method and a field"),
+        (["pfedsd", "lma=1,2"], "field = 'lma': should be a field of pfedsd or of local training: 'lam'?"),
+        (["pfedsd", "rounds=1,2"], "field = 'rounds'"),
+        (["pfedsd", "lam=1"], "lam = '1': should be two or more values"),
+        (["pfedsd", "lam=1,,2"], "lam = '1,,2': should be two or more values"),
+        (["pfedsd", "lam=1,1.0"], "should be values that differ from one another"),
+        (["pfedsd", "lam=1,x"], "--lam = 'x': should be a number at least 0"),
+        (["pfedsd", "lam=1,-2"], "--lam = -2.0: should be a number at least 0"),
+        (["pfedsd", "lam=1,2", "--lam", "3"], "--lam = '3': should be left out: lam is what is swept"),
+        (["fedavg", "nesterov=on,perhaps"], "nesterov = 'perhaps': should be on or off"),
+        (["fedsd", "lam=1,2"], "method = 'fedsd': should be"),
+    ],
+)
+def test_refusals(words, said, capsys) -> None:
+    assert said in refused(capsys, "sweep", *words)
