@@ -46,7 +46,8 @@ def compare_figure(runs: Mapping[str, Sequence[Run]], path: str | Path, facts: F
     seeds = max(len(same) for same in runs.values())
     known = facts_line(facts)
     where = f" on {facts.data}, {facts.clients} clients" if facts.data else ""
-    title = f"Personal accuracy{where}" if len(runs) > 1 else f"{order[0]}: personal accuracy{where}"
+    methods = {run.method.id for same in runs.values() for run in same}
+    title = f"Personal accuracy{where}" if len(methods) > 1 else f"{methods.pop()}: personal accuracy{where}"
     figure.legend(  # above the panels, where it hides no line
         *left.get_legend_handles_labels(), loc="outside upper left", ncols=8, frameon=False, fontsize=10, title=title,
         title_fontproperties={"size": 14, "weight": "bold"}, alignment="left", borderpad=0.2,
