@@ -7,6 +7,7 @@ outputs are classes, is divided by its input channels. What cannot be followed i
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from dataclasses import dataclass, field
@@ -55,9 +56,10 @@ class Channels:
         """How many of `channels` are private: ⌊p·C⌋ (guarded against the rounding of p·C)."""
         return min(channels, math.floor(p * channels + 1e-9))
 
-    def both(self, p: float) -> bool:
-        """Whether every layer has private and shared channels."""
-        return all(0 < self.private(c, p) < c for c in self.out.values())
+    def both(self, p: Tensor) -> Tensor:
+        """Whether every layer has private and shared channels, for a p that is a (float64) tensor."""
+        private = {c: torch.floor(p * c + 1e-9) for c in set(self.out.values())}
+        return functools.reduce(operator.and_, [(k > 0) & (k < c) for c, k in sorted(private.items())])
 
     def divided(self, name: str) -> tuple[int, Mark] | None:
         """The dimension along which an entry of the state is divided, and its channels; None: it goes with the whole."""
@@ -84,12 +86,12 @@ class Channels:
         first = mark.channels - torch.floor(p * mark.channels + 1e-9)
         return (place >= first).reshape([-1 if d == dim else 1 for d in range(value.ndim)])
 
-    def gates(self, p: float, private: bool, like: Tensor) -> dict[str, Tensor]:
-        """For every layer's input: 1 where its channels are private (or shared), 0 elsewhere."""
+    def gates(self, p: Tensor, private: bool, like: Tensor) -> dict[str, Tensor]:
+        """For every layer's input: 1 where its channels are private (or shared) for a (float64) p, 0 elsewhere."""
         found = {}
         for name, mark in self.fed.items():
             place = torch.arange(mark.channels, device=like.device).repeat_interleave(mark.block)
-            mine = place >= mark.channels - self.private(mark.channels, p)
+            mine = place >= mark.channels - torch.floor(p * mark.channels + 1e-9)
             gate = (mine if private else ~mine).to(like.dtype)
             found[name] = gate.reshape(1, -1, *[1] * self.spatial[name])
         return found

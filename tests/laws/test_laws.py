@@ -32,8 +32,8 @@ TRACED = [(row, ("normed", "convolved")[i % 2]) for i, row in enumerate(ROWS)]
 
 
 def asks_for_the_round(method: fs.Method) -> bool:
-    """L2GD draws by the round, progressive CD² divides by it: their steps differ from round to round, so they are not traced."""
-    return isinstance(method, fs.L2GD) or (isinstance(method, fs.CD2PFed) and method.progressive)
+    """L2GD draws how long a round is, so its phases differ from round to round: they are not traced."""
+    return isinstance(method, fs.L2GD)
 
 
 @pytest.mark.parametrize(("row", "model"), TRACED, ids=lambda v: v.name if isinstance(v, Row) else v)

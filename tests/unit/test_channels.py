@@ -48,7 +48,7 @@ def test_silenced_channels_equal_a_network_without_them() -> None:
     channels = follow(net, x)
     functional = fs.functional.Net(net, torch.device("cpu"), torch.float64)
     params = functional.initial()
-    shared = functional(params, x, train=False, gates=channels.gates(0.5, False, x))
+    shared = functional(params, x, train=False, gates=channels.gates(torch.tensor(0.5, dtype=torch.float64), False, x))
     small = nn.Sequential(
         nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3), nn.Tanh(), nn.Linear(3, 3)
     )

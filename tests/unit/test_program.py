@@ -273,6 +273,25 @@ def test_a_compiled_step(capsys) -> None:
     assert distance(states(run(fs.FedProx(mu=0.3), "plain", data, **how)), states(found)) < 1e-10
 
 
+@pytest.mark.parametrize("method", [fs.PFedSD(), fs.PFedMe()], ids=lambda m: m.id)  # a loss, and a step of its own
+def test_a_step_that_cannot_be_replayed_goes_step_by_step(method, traced, monkeypatch, capsys) -> None:
+    """As where a CUDA graph cannot be captured: the phase starts again from what it was given."""
+
+    def refuse(*given):
+        given[1]["total"].add_(1e6)  # an attempt may leave anything behind in its own memory
+        raise RuntimeError("no graph\nof that")
+
+    monkeypatch.setattr(program, "build", refuse)
+    found = run(method, "plain", engine="stacked")
+    assert arenas(found) == [None]
+    assert capsys.readouterr().err == (
+        "fedstill: phase 1 runs step by step, its step could not be replayed: no graph\n"
+    )
+    one = run(method, "plain")
+    assert distance(states(one), states(found)) < 1e-10
+    assert [a["loss"] for a in found.history] == pytest.approx([b["loss"] for b in one.history])
+
+
 def test_a_step_that_cannot_be_compiled_is_replayed_as_traced(monkeypatch, capsys) -> None:
     build = program.build
 

@@ -32,7 +32,7 @@ from ..task import Site, Task
 from ..tree import Params, Tree
 from . import program
 from .program import Watched, as_batch, over_clients
-from .stage import Stage, TooMany, rows_of, say
+from .stage import CannotReplay, Stage, TooMany, first_line, rows_of, say
 from .trainer import Bench, CompileName, Done, Store, Work, given
 
 ROWS = 32_768  # samples in one pass of scoring, over all clients
@@ -115,11 +115,15 @@ class Stacked:
             except (TooMany, torch.cuda.OutOfMemoryError):
                 raise
             except Exception as error:
-                reason = str(error).strip().splitlines() or [type(error).__name__]
-                say(f"phase {number + 1} runs step by step, its step could not be traced: {reason[0]}")
+                say(f"phase {number + 1} runs step by step, its step could not be traced: {first_line(error)}")
                 self._stages[key] = None
             self.choices.seconds += time.perf_counter() - began
         return self._stages[key]
+
+    def strike(self, stage: Stage, number: int, why: str) -> None:
+        """A phase whose program cannot be had goes step by step from now on."""
+        say(f"phase {number + 1} runs step by step, its step could not be replayed: {why}")
+        self._stages.update({key: None for key, found in self._stages.items() if found is stage})
 
     @property
     def pool(self) -> Any:
@@ -206,8 +210,12 @@ class Cohort:
                     local = over_clients(lambda s, mine, at=number: self._enter(s, mine, at), self.site, local)
             stage = self.engine.stage(self, number, phase, epochs, local) if staged else None
             if stage is not None:
-                local = stage.run(self, epochs, local)
-            elif method.step is not None:
+                try:
+                    local = stage.run(self, epochs, local)
+                    continue
+                except CannotReplay as why:
+                    self.engine.strike(stage, number, str(why))
+            if method.step is not None:
                 local = self._steps(phase, epochs, local)
             else:
                 local = self._phase(number, phase, epochs, local)

@@ -31,6 +31,15 @@ class TooMany(Exception):
         self.fits = fits
 
 
+class CannotReplay(Exception):
+    """A step that was traced cannot be made a program: the phase goes step by step, from what it was given."""
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def say(line: str) -> None:
     """One line for whoever watches."""
     print(f"fedstill: {line}", file=sys.stderr, flush=True)
@@ -131,7 +140,12 @@ class Stage:
         sizes = program.levels(self.rows)
         for level in sorted({program.fitting(sizes, active) for active in program.each_step(lengths)}):
             if level not in self.programs:
-                self._build(level)
+                try:
+                    self._build(level)
+                except torch.cuda.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    raise CannotReplay(first_line(error)) from error
                 self._load(wanted, n)
         per_epoch = [cohort.bench.plan.steps(size, 1) for size in cohort.sizes]
         after, mine = self.phase.after_epoch, self.mine
@@ -192,8 +206,7 @@ class Stage:
         except Exception as error:
             if wanted == "traced" or isinstance(error, torch.cuda.OutOfMemoryError):
                 raise
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            say(f"the step runs without being compiled: {reason}")
+            say(f"the step runs without being compiled: {first_line(error)}")
             engine.way = "traced"
             self.programs[level] = program.build(*given, "traced", pool)
         engine.choices.seconds += self.programs[level].seconds

@@ -69,14 +69,19 @@ class CD2PFed(FedAvg):
         return frozenset(task.net.names) if self.p == 1 and not self.progressive else frozenset()
 
     def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
-        """Shared channels from the download, private ones from the client's own model."""
-        return {"params": self.joined(task, down["params"], memory)}
+        """Shared channels from the download, private ones from the client's own model; and p_t, by which the loss divides."""
+        return {"params": self.joined(task, down["params"], memory), "share": self.now(task, memory)}
+
+    def now(self, task: Task, memory: Tree) -> Tensor:
+        """p_t as a tensor, so that a loss that divides by it is the same function in every round."""
+        last: Tensor = memory["last"]
+        return torch.full_like(last, self.share(task))
 
     def joined(self, task: Task, received: Params, memory: Tree) -> Params:
         """The received model with those channels of the client's own that are private now and were when it last trained."""
         last: Tensor = memory["last"]
         ratio = last / task.rounds if self.progressive else (last > 0).to(last.dtype)
-        before, now = self.p * ratio, last.new_tensor(self.share(task))
+        before, now = self.p * ratio, self.now(task, memory)
         part = task.channels.is_private
         mine = {n: part(n, v, now) & part(n, v, before) for n, v in received.items()}
         return {n: torch.where(mine[n], memory["own"][n], v) for n, v in received.items()}
@@ -87,11 +92,12 @@ class CD2PFed(FedAvg):
 
     def loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
         """CE(g_full) + λ·½[KL(y_L ‖ y_G) + KL(y_G ‖ y_L)]."""
-        loss, p = self.fit(task, params, batch), self.share(task)
-        if not self.distill or self.lam == 0 or not task.channels.both(p):
+        loss, p = self.fit(task, params, batch), local["share"]
+        if not self.distill or self.lam == 0 or self.p == 0:
             return loss
         y_l, y_g = (task.gated_logits(params, batch, task.channels.gates(p, own, batch.x)) for own in (True, False))
-        return loss + self.lam * 0.5 * (terms.kl(y_l, y_g, 1.0, batch) + terms.kl(y_g, y_l, 1.0, batch))
+        cyclic = 0.5 * (terms.kl(y_l, y_g, 1.0, batch) + terms.kl(y_g, y_l, 1.0, batch))
+        return loss + self.lam * cyclic * task.channels.both(p).to(loss.dtype)
 
     def smooth(self, task: Task, before: Params, after: Params) -> Params:
         """Private weights: β_t·w' + (1−β_t)·w_prev."""
