@@ -4,7 +4,8 @@
     partition.json     who has which samples, with its hash         metrics.jsonl      one record a round
     timeline.jsonl     with simulated time: what each client did when, one line a round
     choices.json       what was measured and chosen on the way (kernels, clients at once); a resumed run uses it again
-    checkpoints/       the newest two states (safetensors, with a checksum); `fedstill resume FOLDER` goes on from them
+    checkpoints/       the newest two states (safetensors, with checksums; many clients in several files); `fedstill resume
+                       FOLDER` goes on from them
 
 Files appear whole or not at all: written to a temporary name, flushed to the disk, renamed. Nothing is a pickle.
 """
@@ -15,7 +16,8 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from .errors import InputError
 from .tree import Tree
 
 KEEP = 2  # checkpoints kept: a kill while one is written leaves the one before
+PART = 256 * 2**20  # bytes of clients' memories in one file
+CLIENTS = "clients"
 
 
 class Journal:
@@ -91,33 +95,44 @@ class Journal:
         """What each client did when, round by round, where time was simulated."""
         return _lines(self.timeline, upto)
 
-    def save(self, round: int, state: Tree) -> None:
-        """Keep the state after a round; older checkpoints than the newest two go."""
+    def save(self, round: int, state: Tree, clients: Iterable[tuple[int, Tree]] = ()) -> None:
+        """Keep the state after a round and the clients' memories, one after another; older checkpoints than the newest two go.
+
+        What there is lies in files of about 256 MiB, so that no more than that is in memory at once. The list of them, with
+        their checksums, is written last: a checkpoint without it does not count.
+        """
         from safetensors.torch import save
 
-        flat = {name: leaf.detach().cpu().contiguous().clone() for name, leaf in tree.leaves(state)}
-        data = save(flat)
         name = f"round-{round:06d}"
-        write(self.checkpoints / f"{name}.safetensors", data)
-        about = {"round": round, "sha256": hashlib.sha256(data).hexdigest(), "outline": tree.outline(state)}
-        write(self.checkpoints / f"{name}.json", json.dumps(about).encode())
-        for old in sorted(self.checkpoints.glob("round-*.json"))[:-KEEP]:
-            old.unlink()
-            old.with_suffix(".safetensors").unlink(missing_ok=True)
+        listed: list[dict[str, Any]] = []
+        for part in _parts(state, clients):
+            data = save({leaf_name: leaf.detach().cpu().contiguous().clone() for leaf_name, leaf in tree.leaves(part)})
+            file = f"{name}-{len(listed)}.safetensors" if listed else f"{name}.safetensors"
+            write(self.checkpoints / file, data)
+            listed.append({"file": file, "sha256": hashlib.sha256(data).hexdigest(), "outline": tree.outline(part)})
+            del part, data  # before the next one is put together
+        write(self.checkpoints / f"{name}.json", json.dumps({"round": round, "parts": listed}).encode())
+        newest = {kept.stem for kept in sorted(self.checkpoints.glob("round-*.json"))[-KEEP:]}
+        old = [
+            f for f in self.checkpoints.glob("round-*") if "-".join(f.name.split(".")[0].split("-")[:2]) not in newest
+        ]
+        for gone in sorted(old, key=lambda f: f.suffix != ".json"):  # the lists go first
+            gone.unlink()
 
-    def load(self, device: torch.device) -> tuple[int, Tree] | None:
-        """The newest whole checkpoint whose rounds are all recorded: its round and state; None where there is none."""
-        from safetensors.torch import load
-
+    def load(self, device: torch.device) -> Checkpoint | None:
+        """The newest whole checkpoint whose rounds are all recorded; None where there is none."""
         for about_file in sorted(self.checkpoints.glob("round-*.json"), reverse=True):
             try:
                 about = json.loads(about_file.read_text(encoding="utf-8"))
-                data = about_file.with_suffix(".safetensors").read_bytes()
-                whole = hashlib.sha256(data).hexdigest() == about["sha256"]
-            except (OSError, ValueError, KeyError):
+                listed = about.get("parts") or [
+                    {**about, "file": f"{about_file.stem}.safetensors"}
+                ]  # once there was one file
+                parts = tuple((self.checkpoints / part["file"], part["outline"]) for part in listed)
+                whole = all(_checksum(self.checkpoints / part["file"]) == part["sha256"] for part in listed)
+            except (OSError, ValueError, KeyError, TypeError):
                 continue  # cut short by a kill
             if whole and len(self.history(upto=about["round"])) == about["round"]:
-                return about["round"], tree.to(tree.fill(about["outline"], load(data)), device)
+                return Checkpoint(about["round"], parts, device)
         return None
 
     def rewind(self, round: int) -> list[dict[str, Any]]:
@@ -128,6 +143,48 @@ class Journal:
             write(self.timeline, "".join(json.dumps(line) + "\n" for line in lines).encode())
         by_round = {line["round"]: {"timeline": line} for line in lines}
         return [{**record, **by_round.get(record["round"], {})} for record in records]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A state that was kept, read when it is asked for."""
+
+    round: int
+    parts: tuple[tuple[Path, Any], ...]  # files, each with its outline
+    device: torch.device
+
+    def state(self) -> Tree:
+        """All but the clients' memories."""
+        return {name: value for name, value in self._part(0).items() if name != CLIENTS}
+
+    def clients(self) -> Iterator[tuple[int, Tree]]:
+        """The clients' memories, one after another."""
+        for number in range(len(self.parts)):
+            for client, memory in self._part(number).get(CLIENTS, {}).items():
+                yield int(client), memory
+
+    def _part(self, number: int) -> Tree:
+        from safetensors.torch import load
+
+        file, outline = self.parts[number]
+        return tree.to(tree.fill(outline, load(file.read_bytes())), self.device)
+
+
+def _parts(state: Tree, clients: Iterable[tuple[int, Tree]]) -> Iterator[Tree]:
+    """The state and the first clients, then more clients, each part not much larger than PART."""
+    part, size = {**state, CLIENTS: {}}, 0
+    for client, memory in clients:
+        if size >= PART:
+            yield part
+            part, size = {CLIENTS: {}}, 0
+        part[CLIENTS][str(client)] = memory
+        size += sum(leaf.nbytes for _, leaf in tree.leaves(memory))
+    yield part
+
+
+def _checksum(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:

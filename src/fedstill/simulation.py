@@ -199,12 +199,12 @@ class Simulation:
         behind = self._background(schedule)
         first, begun = 1, {}
         if go_on and journal is not None and (found := journal.load(self.device)) is not None:
-            done, state = found
-            server, first = state["server"], done + 1
+            state = found.state()
+            server, first = state["server"], found.round + 1
             begun = state.get("begun", {})
-            for client, memory in state["clients"].items():
-                store.put(int(client), memory)
-            history = journal.rewind(done)
+            for client, memory in found.clients():
+                store.put(client, memory)
+            history = journal.rewind(found.round)
             if schedule is not None:
                 schedule.go_on(history, state.get("late", {}))
             if behind is not None:
@@ -326,12 +326,10 @@ class Course:
             self.journal.record(record)
             self.journal.keep_choices(self.choices)
             if record["round"] % self.checkpoint_every == 0 or record["round"] == self.coordinator.task.rounds:
-                clients = {str(k): memory for k, memory in self.store.items()}
                 late = {} if self.coordinator.schedule is None else self.coordinator.schedule.kept()
                 begun = self.controller.kept()
                 more = {name: part for name, part in (("late", late), ("begun", begun)) if part}
-                state = {"server": server, "clients": clients, **more}
-                self.journal.save(record["round"], state)
+                self.journal.save(record["round"], {"server": server, **more}, self.store.items())
         if self.progress is not None:
             self.progress(record)
 

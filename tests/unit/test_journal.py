@@ -8,16 +8,17 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
 import fedstill as fs
-from fedstill import methods
+from fedstill import journal, methods
 from fedstill.journal import Journal, write
 
-from ..problems import identical, states
+from ..problems import cut, identical, states
 
 TINY = dict(rounds=6, epochs=1, clients=5, partition="iid", checkpoint_every=2, eval_every=2, batch_size=32)
 
@@ -34,16 +35,7 @@ def metrics(folder: Path) -> list[dict]:
 @pytest.mark.parametrize("name", methods.METHODS)
 def test_a_run_that_stopped_goes_on_to_the_same_bits(name: str, tmp_path: Path) -> None:
     whole = fs.run(experiment(name, participation=0.6), out=tmp_path / "whole")
-
-    class Stop(Exception):
-        pass
-
-    def stop(record) -> None:
-        if record["round"] == 5:
-            raise Stop
-
-    with pytest.raises(Stop):
-        fs.run(experiment(name, participation=0.6), out=tmp_path / "cut", progress=stop)
+    cut(experiment(name, participation=0.6), tmp_path / "cut", 5)
     with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:
         file.write('{"round": 6, "los')  # as a kill in the middle of a line would leave it
     resumed = fs.resume(tmp_path / "cut")
@@ -82,11 +74,67 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     data = bytearray(newest[-1].read_bytes())
     data[-1] ^= 1
     newest[-1].write_bytes(bytes(data))
-    journal = Journal(tmp_path / "run")
-    found = journal.load(torch.device("cpu"))
+    found = Journal(tmp_path / "run").load(torch.device("cpu"))
     assert found is not None
-    assert found[0] == 4
+    assert found.round == 4
     assert identical(states(whole), states(fs.resume(tmp_path / "run")))
+
+
+def test_memories_lie_in_several_files_where_they_are_many(tmp_path: Path, monkeypatch) -> None:
+    whole = fs.run(experiment(), out=tmp_path / "whole")
+    monkeypatch.setattr(journal, "PART", 100_000)  # the model has 9,610 weights of four bytes: three clients a file
+    cut(experiment(), tmp_path / "run", 5)
+    folder = tmp_path / "run" / "checkpoints"
+    names = [f"round-00000{t}{part}" for t in (2, 4) for part in ("-1.safetensors", ".json", ".safetensors")]
+    assert sorted(file.name for file in folder.iterdir()) == names
+    assert identical(states(whole), states(fs.resume(tmp_path / "run")))
+    assert {file.name[:12] for file in folder.iterdir()} == {"round-000004", "round-000006"}
+
+
+@pytest.mark.parametrize("part", ["round-000004.safetensors", "round-000004-1.safetensors", "round-000004.json"])
+def test_a_checkpoint_with_a_part_gone_is_passed_over(part: str, tmp_path: Path, monkeypatch) -> None:
+    whole = fs.run(experiment())
+    monkeypatch.setattr(journal, "PART", 100_000)
+    cut(experiment(), tmp_path / "run", 5)
+    (tmp_path / "run" / "checkpoints" / part).unlink()
+    assert Journal(tmp_path / "run").load(torch.device("cpu")).round == 2
+    assert identical(states(whole), states(fs.resume(tmp_path / "run")))
+    assert not (tmp_path / "run" / "checkpoints" / "round-000002.json").exists()
+
+
+def test_a_checkpoint_of_one_file_as_it_once_was(tmp_path: Path) -> None:
+    whole = fs.run(experiment())
+    cut(experiment(), tmp_path / "run", 5)
+    for about in (tmp_path / "run" / "checkpoints").glob("*.json"):
+        found = json.loads(about.read_text())
+        (only,) = found.pop("parts")
+        del only["file"]
+        about.write_text(json.dumps({**found, **only}))
+    assert Journal(tmp_path / "run").load(torch.device("cpu")).round == 4
+    assert identical(states(whole), states(fs.resume(tmp_path / "run")))
+
+
+def test_a_checkpoint_holds_no_more_than_a_part_in_memory(tmp_path: Path, monkeypatch) -> None:
+    """Of 40 memories of a megabyte, those of one file and what is made of them; they come back one file at a time."""
+    monkeypatch.setattr(journal, "PART", 4 * 2**20)
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = 0
+
+    def memories():
+        nonlocal most
+        for k in range(40):
+            value = torch.full((2**18,), float(k))
+            alive.add(value)
+            most = max(most, len(alive))
+            yield k, {"v": value}
+
+    one = Journal(tmp_path)
+    one.save(0, {"server": {"w": torch.ones(3)}}, memories())
+    assert most <= 6
+    assert len(list(tmp_path.glob("checkpoints/*.safetensors"))) == 10
+    found = one.load(torch.device("cpu"))
+    assert torch.equal(found.state()["server"]["w"], torch.ones(3))
+    assert [(k, float(kept["v"].mean())) for k, kept in found.clients()] == [(k, float(k)) for k in range(40)]
 
 
 def test_the_folder_says_everything(tmp_path: Path) -> None:

@@ -421,11 +421,11 @@ def test_a_checkpoint_keeps_the_bank(tmp_path: Path) -> None:
     for k in (11, 2, 5):
         store.put(k, memory(k, k))
     journal = Journal(tmp_path)
-    journal.save(0, {"clients": {str(k): kept for k, kept in store.items()}})
+    journal.save(0, {}, store.items())
     found = journal.load(torch.device("cpu"))
     again = ModelStore(memory(0), host_bytes=1000)
-    for client, kept in found[1]["clients"].items():
-        again.put(int(client), kept)
+    for client, kept in found.clients():
+        again.put(client, kept)
     assert all(same(again.get(k), store.get(k)) for k in (2, 5, 11, 0))
 
 
