@@ -7,7 +7,6 @@ outputs are classes, is divided by its input channels. What cannot be followed i
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from dataclasses import dataclass, field
@@ -56,10 +55,9 @@ class Channels:
         """How many of `channels` are private: ⌊p·C⌋ (guarded against the rounding of p·C)."""
         return min(channels, math.floor(p * channels + 1e-9))
 
-    def both(self, p: Tensor) -> Tensor:
-        """Whether every layer has private and shared channels, for a p that is a (float64) tensor."""
-        private = {c: torch.floor(p * c + 1e-9) for c in set(self.out.values())}
-        return functools.reduce(operator.and_, [(k > 0) & (k < c) for c, k in sorted(private.items())])
+    def both(self, p: float) -> bool:
+        """Whether every layer has private and shared channels."""
+        return all(0 < self.private(c, p) < c for c in self.out.values())
 
     def divided(self, name: str) -> tuple[int, Mark] | None:
         """The dimension along which an entry of the state is divided, and its channels; None: it goes with the whole."""

@@ -89,6 +89,7 @@ class Definition:
     names: tuple[str, ...]  # the parameters that move
     sgd: SGD
     samples: Samples
+    loss: Loss | None = None  # where it is the same for all clients, who else ask their own methods' phases for it
 
     def __call__(self, mine: Tree, tables: Tree, source: Tree, counter: Tensor) -> None:
         """One step of all rows, in place on `mine`; `tables` and `counter` say on which batch."""
@@ -123,7 +124,8 @@ class Definition:
 
         def objective(weights: Params, buffers: Params, fixed: Params, local: Tree, site: Tree, b: Tree) -> Any:
             params = {**fixed, **weights, **{name: value.clone() for name, value in buffers.items()}}
-            loss = loss_of(method(site), here(site), self.number)(here(site), params, local, as_batch(b))
+            measure = self.loss or loss_of(method(site), here(site), self.number)
+            loss = measure(here(site), params, local, as_batch(b))
             return loss, {name: params[name] for name in buffers}
 
         def step_of(weights: Params, buffers: Params, fixed: Params, local: Tree, site: Tree, b: Tree) -> Any:

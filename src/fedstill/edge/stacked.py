@@ -109,9 +109,10 @@ class Stacked:
         if key not in self._stages:
             began = time.perf_counter()
             try:
+                cohort.watched.asked[0] = False
                 made = Stage(self, cohort, number, phase, epochs, local)
                 # A step that asks for the round would have to be traced anew in every one: it goes step by step.
-                self._stages[key] = None if cohort.watched.asked[0] else made
+                self._stages[key] = None if cohort.watched.asked[0] or not cohort.comes_again(phase) else made
             except (TooMany, torch.cuda.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -142,6 +143,7 @@ class Cohort:
         self.watched = Watched.of(dataclasses.replace(bench.task, round=round))
         self.phases = bench.part(self.part, round, self.watched)
         train, whole = bench.data.train, bench.phases(round, self.watched)
+        self.by_round = self.watched.asked[0]  # whether the phases go by the round
         self.sizes = [train.sizes[k] for k in self.clients]
         self.steps = [sum(bench.length(work, epochs) for _, _, epochs in self.phases) for work in works]
         self.x, self.y, self.dtype, self.device = train.x, train.y, bench.task.net.dtype, train.y.device
@@ -252,13 +254,19 @@ class Cohort:
         entries, per_sample = tree.rows(stack, len(self.works)), self.bench.method.per_sample
         return [tree.fit_rows(entry, per_sample, n) for entry, n in zip(entries, self.sizes, strict=True)]
 
+    def comes_again(self, phase: Phase) -> bool:
+        """Whether this phase is the same in other rounds: one of the method's own losses, for the usual epochs."""
+        own = phase.loss is None or getattr(phase.loss, "__self__", None) is self.bench.method
+        return not self.by_round or (own and phase.epochs is None)
+
     def signature(self, phase: Phase, epochs: int, local: Tree) -> tuple[Any, ...]:
         """What a program of this phase depends on, besides the method and the model."""
         loss = phase.loss or self.bench.method.loss
         names = tuple(self.bench.moving(phase)[0])
         shapes = tuple((name, leaf.shape[1:], leaf.dtype) for name, leaf in tree.leaves(local))
         sgd = dataclasses.replace(self.bench.sgd(phase), lr=0.0)
-        return getattr(loss, "__qualname__", repr(loss)), phase.model, names, epochs, sgd, shapes, self.rows
+        what = getattr(loss, "__qualname__", repr(loss)), phase.model, phase.after_epoch is not None
+        return *what, names, epochs, sgd, shapes, self.rows
 
     def _phase(self, number: int, phase: Phase, epochs: int, local: Tree) -> Tree:
         bench = self.bench

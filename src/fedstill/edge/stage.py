@@ -59,7 +59,8 @@ class Stage:
         self.width = min(bench.plan.batch_size, max(sizes))
         self.masked = any(n % self.width for n in sizes)
         self.longest = bench.plan.steps(max(sizes), epochs)
-        self.definition = Definition(bench, cohort.watched, number, self.names, bench.sgd(phase), cohort.x)
+        loss = None if bench.varied or method.step is not None else phase.loss or method.loss
+        self.definition = Definition(bench, cohort.watched, number, self.names, bench.sgd(phase), cohort.x, loss)
         self.source = {"x": cohort.x.tensors(), "y": cohort.y}
         self.programs: dict[int, Program] = {}
         self.counter = torch.zeros(1, dtype=torch.int64, device=cohort.device)
@@ -145,6 +146,8 @@ class Stage:
                 except torch.cuda.OutOfMemoryError:
                     raise
                 except Exception as error:
+                    if self.counter.is_cuda:  # what was begun must not write into memory that is then another's
+                        torch.cuda.synchronize(self.counter.device)
                     raise CannotReplay(first_line(error)) from error
                 self._load(wanted, n)
         per_epoch = [cohort.bench.plan.steps(size, 1) for size in cohort.sizes]

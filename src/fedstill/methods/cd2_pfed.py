@@ -87,17 +87,19 @@ class CD2PFed(FedAvg):
         return {n: torch.where(mine[n], memory["own"][n], v) for n, v in received.items()}
 
     def phases(self, task: Task) -> tuple[Phase, ...]:
-        """The experiment's epochs; private weights are smoothed after each."""
-        return (Phase(after_epoch=self.smooth if self.smoothing else None),)
+        """The experiment's epochs, without a teacher until every layer has both kinds of channel; smoothing after each."""
+        taught = self.distill and self.lam != 0 and task.channels.both(self.share(task))
+        return (Phase(loss=None if taught else self.alone, after_epoch=self.smooth if self.smoothing else None),)
+
+    def alone(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
+        """CE(g_full)."""
+        return self.fit(task, params, batch)
 
     def loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
         """CE(g_full) + λ·½[KL(y_L ‖ y_G) + KL(y_G ‖ y_L)]."""
         loss, p = self.fit(task, params, batch), local["share"]
-        if not self.distill or self.lam == 0 or self.p == 0:
-            return loss
         y_l, y_g = (task.gated_logits(params, batch, task.channels.gates(p, own, batch.x)) for own in (True, False))
-        cyclic = 0.5 * (terms.kl(y_l, y_g, 1.0, batch) + terms.kl(y_g, y_l, 1.0, batch))
-        return loss + self.lam * cyclic * task.channels.both(p).to(loss.dtype)
+        return loss + self.lam * 0.5 * (terms.kl(y_l, y_g, 1.0, batch) + terms.kl(y_g, y_l, 1.0, batch))
 
     def smooth(self, task: Task, before: Params, after: Params) -> Params:
         """Private weights: β_t·w' + (1−β_t)·w_prev."""
