@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -21,18 +21,22 @@ from . import plan, settings, tree
 from .data import Federation
 from .edge.data_manager import DataManager, Part, Samples
 from .edge.model_store import ModelStore
-from .edge.stage import say
+from .edge.stage import first_line, say
 from .edge.trainer import Bench, Done, Work
 from .errors import TrainingError
 from .experiment import Experiment
 from .plan import Plan
 from .result import Run
+from .server.coordinator import Record
 from .server.sampler import BY_PLAN
 from .simulation import Course, Progress, Simulation, begin
 from .transport import Order, Reply
 from .tree import Tree
 
 T = TypeVar("T")
+Said: TypeAlias = (
+    list[Order] | tuple[Tree, Record] | None
+)  # what a coordinator's conversation says: orders, a round's end
 
 
 class Apart(Exception):
@@ -62,27 +66,52 @@ def try_together(
     outs: Sequence[str | Path | None] | None = None,
     progress: Sequence[Progress | None] | None = None,
     federations: Sequence[Federation | None] | None = None,
+    begins: Callable[[Sequence[int]], None] | None = None,
 ) -> list[Run | TrainingError]:
-    """As `run_together`, with someone to tell each run's records; in the place of a run that could not go on stands why."""
+    """As `run_together`, with someone to tell each run's records; in the place of a run that could not go on stands why.
+
+    `begins` is told the numbers of the runs that begin, each time some do.
+    """
     none = [None] * len(experiments)
     courses = [
-        begin(experiment, out=folder, federation=federation, progress=tell)
+        begin(experiment, out=folder, federation=federation, progress=tell, abreast=len(experiments))
         for experiment, folder, federation, tell in zip(
             experiments, outs or none, federations or none, progress or none, strict=True
         )
     ]
+    return _play(dict(enumerate(courses)), begins or (lambda numbers: None))
+
+
+def _play(courses: Mapping[int, Course], begins: Callable[[Sequence[int]], None]) -> list[Run | TrainingError]:
+    """All together; where that cannot be, those that differ in their seeds only; where that cannot be, each by itself."""
+    begins(list(courses))
     try:
-        return go(courses)
+        return go(list(courses.values()))
     except Apart as why:
-        if any(course.history for course in courses):
+        if any(course.history for course in courses.values()):
             raise
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for number, course in courses.items():
+            training = dataclasses.replace(course.simulation.training, seed=0)
+            groups.setdefault((course.simulation.method, training), []).append(number)
+        some = 1 < len(groups) < len(courses)
         if len(courses) > 1:
-            say(f"the runs go one after another: {why}")
-        return [_try(_anew(course).run) for course in courses]  # memories may have been changed already
+            say(f"the runs go one after another{', seeds together' if some else ''}: {why}")
+        found: dict[int, Run | TrainingError] = {}
+        for part in groups.values() if some else [[number] for number in courses]:
+            again = {
+                number: _anew(courses[number], len(part)) for number in part
+            }  # memories may have been changed already
+            if some:
+                found |= zip(part, _play(again, begins), strict=True)
+                continue
+            begins(part)
+            found |= {number: _try(course.run) for number, course in again.items()}
+        return [found[number] for number in courses]
 
 
-def _anew(course: Course) -> Course:
-    return course.simulation.start(course.journal, course.checkpoint_every, course.progress)
+def _anew(course: Course, abreast: int) -> Course:
+    return course.simulation.start(course.journal, course.checkpoint_every, course.progress, abreast=abreast)
 
 
 def _try(run: Callable[[], Run]) -> Run | TrainingError:
@@ -111,28 +140,36 @@ def go(courses: Sequence[Course]) -> list[Run | TrainingError]:
     talks = [course.coordinator.course(course.server, course.first) for course in courses]
     said = [next(talk, None) for talk in talks]
     failed: dict[int, TrainingError] = {}
-    first = True
-    while going := [i for i in range(len(courses)) if i not in failed and said[i] is not None]:
-        if isinstance(said[going[0]], list):
-            orders = [part if isinstance(part, list) else [] for part in said]
+
+    def each(going: Sequence[int], step: Callable[[int], Said]) -> None:
+        for i in going:
             try:
-                replies = fleet.handle(orders)
-            except Exception as error:
-                if first and len(courses) > 1:
-                    raise Apart(str(error).strip().splitlines()[0] if str(error).strip() else repr(error)) from error
-                raise
-            for i in going:
-                try:
-                    said[i] = talks[i].send(replies[i])
-                except TrainingError as error:
-                    failed[i], said[i] = error, None
-        else:
-            for i in going:
-                part = said[i]
-                assert isinstance(part, tuple)
-                courses[i].note(*part)
-                said[i] = next(talks[i], None)
+                said[i] = step(i)
+            except TrainingError as error:
+                failed[i], said[i] = error, None
+
+    def noted(i: int) -> Said:
+        part = said[i]
+        assert isinstance(part, tuple)
+        courses[i].note(*part)
+        return next(talks[i], None)
+
+    first = True
+    while going := [i for i, part in enumerate(said) if part is not None]:
+        if not isinstance(said[going[0]], list):
+            each(going, noted)
             first = False
+            continue
+        try:
+            replies = fleet.handle([part if isinstance(part, list) else [] for part in said])
+        except Exception as error:
+            if first and len(courses) > 1:
+                raise Apart(fleet.reason(error)) from error
+            if not isinstance(error, TrainingError):
+                raise
+            failed |= dict.fromkeys(going, error)  # whose work it was cannot be told
+            break
+        each(going, lambda i, replies=replies: talks[i].send(replies[i]))  # type: ignore[misc]
     return [failed[i] if i in failed else _try(course.end) for i, course in enumerate(courses)]
 
 
@@ -153,8 +190,9 @@ class Fleet:
         if any(sim.training.wait_free == "until-download" for sim in sims):
             raise Apart("personal training ends with the next download, in each run at other times")
         plans = Plans(tuple(course.coordinator.plan for course in courses), self.clients)
+        self.varied = varying(sims)
         varied = {
-            name: [value for value in values for _ in range(self.clients)] for name, values in varying(sims).items()
+            name: [value for value in values for _ in range(self.clients)] for name, values in self.varied.items()
         }
         data = Joined([sim.trainer.data for sim in sims])
         task = dataclasses.replace(lead.bench.task, seed=_NoSeed())  # type: ignore[arg-type]
@@ -163,6 +201,12 @@ class Fleet:
         for course in courses:
             course.choices, course.abreast = self.trainer.choices, len(courses)
         self.stores = Stores([course.store for course in courses], self.clients)
+
+    def reason(self, error: Exception) -> str:
+        """Why these runs cannot go together, in a line."""
+        if self.varied and "data-dependent control flow" in str(error):
+            return f"{self.courses[0].simulation.method.id} branches on {' or '.join(self.varied)}"
+        return first_line(error)
 
     def handle(self, orders: Sequence[Sequence[Order]]) -> list[list[Reply]]:
         """Every run's replies to its orders, all of one kind and round."""

@@ -107,8 +107,9 @@ def begin(
     out: str | Path | None = None,
     progress: Progress | None = None,
     federation: Federation | None = None,
+    abreast: int = 1,
 ) -> Course:
-    """A whole experiment as it is before its first round, its folder made."""
+    """A whole experiment as it is before its first round, its folder made; `abreast` runs will share the memory."""
     journal = Journal(out) if out is not None else None
     if journal:
         journal.check_free()
@@ -120,7 +121,7 @@ def begin(
         said = dataclasses.replace(said, clients=len(federation), data=data)
         record = {**federation.partition_record, "contents": federation.checksum(), **clock.record(experiment.profile)}
         journal.begin(said.to_toml(), record, simulation.device)
-    return simulation.start(journal, experiment.checkpoint_every, progress)
+    return simulation.start(journal, experiment.checkpoint_every, progress, abreast=abreast)
 
 
 def resume(folder: str | Path, *, progress: Progress | None = None) -> Run:
@@ -185,15 +186,20 @@ class Simulation:
         progress: Progress | None = None,
         go_on: bool = False,
         through_wire: bool = False,
+        abreast: int = 1,
     ) -> Course:
-        """Everything as it is before the first round, or after the journal's newest checkpoint."""
+        """Everything as it is before the first round, or after the journal's newest checkpoint.
+
+        `abreast` is how many runs share what memory there is for clients' memories.
+        """
         method, task = self.method, self.trainer.bench.task
         server, rule = tree.clone(method.init_server(task, self.initial)), Rule.of(method, self.training)
         if rule is not None:
             server = rule.begin(server, task.net.parameters)
         room = int(self.training.bank * 2**30) if self.device.type == "cuda" and self.training.bank else None
         folder = None if journal is None else journal.folder
-        store = ModelStore(method.init_client(task, self.initial), device=self.device, device_bytes=room, folder=folder)
+        memory = method.init_client(task, self.initial)
+        store = ModelStore(memory, device=self.device, device_bytes=room, folder=folder, sharing=abreast)
         history: list[Record] = []
         schedule = self._schedule()
         behind = self._background(schedule)
@@ -319,8 +325,8 @@ class Course:
             yield record
 
     def note(self, server: Tree, record: Record) -> None:
-        """Keep what a round gave."""
-        self.server = server
+        """Keep what a round gave; runs abreast share its seconds."""
+        self.server, record = server, {**record, "seconds": record["seconds"] / self.abreast}
         self.history.append(record)
         if self.journal is not None:
             self.journal.record(record)

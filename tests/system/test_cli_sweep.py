@@ -1,6 +1,7 @@
 """`fedstill sweep`: several values of one field, equal to runs of their own; one that fails leaves the others alone."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 import fedstill as fs
 from fedstill import fleet
 from fedstill.cli import main
+from fedstill.edge import model_store
 
 from .test_cli import metrics, refused
 
@@ -76,6 +78,7 @@ def test_a_kept_experiment_is_swept_and_a_run_of_a_sweep_goes_on() -> None:
 def test_fields_that_no_stack_can_vary_go_one_after_another(fleets, capsys) -> None:
     assert main(["sweep", "fedavg", "nesterov=on,off", *TINY, "--engine", "stacked"]) == 0
     out, err = capsys.readouterr()
+    assert fleets == [2]
     assert err == "fedstill: the runs go one after another: nesterov differs\n"
     assert "fedavg nesterov=True" in out
     assert "fedavg nesterov=False" in out
@@ -88,13 +91,83 @@ def test_one_value_that_diverges_leaves_the_others_alone(engine, fleets, capsys)
     out, err = capsys.readouterr()
     assert err.startswith("fedstill: lr=1e200, seed 0: round ")
     assert "a smaller lr (now 1e+200) usually helps" in err
-    assert out.count("fedavg lr=") >= 2
+    assert all(f"\nfedavg lr={value}" in out for value in (0.1, 0.05))
     assert fleets == ([3] if engine == "stacked" else [])
     assert main(["run", "fedavg", "--lr", "0.05", *flags, "--out", "alone"]) == 0
     assert same_numbers(metrics("all/lr=0.05"), metrics("alone"))
     found = json.loads(Path("all/summary.json").read_text())
     assert list(found["failed"]) == ["lr=1e200"]
     assert not found["finished"]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["fedavg", "batch-size=8,16"], "batch_size differs"),
+        (["cd2-pfed", "lam=0.5,1"], "cd2-pfed branches on lam"),
+    ],
+)
+def test_where_values_cannot_be_stacked_their_seeds_are(words, why, fleets, capsys) -> None:
+    assert main(["sweep", *words, *TINY, "--engine", "stacked", "--seeds", "2", "--out", "all"]) == 0
+    out, err = capsys.readouterr()
+    assert fleets == [4, 2, 2]
+    assert err == f"fedstill: the runs go one after another, seeds together: {why}\n"
+    field, _, listed = words[1].replace("-", "_").partition("=")
+    for value in listed.split(","):
+        assert any(line.startswith(f"{field}={value} ") and "seed 2/2, round 2/2" in line for line in out.splitlines())
+        flags = [*TINY, "--engine", "stacked", f"--{field.replace('_', '-')}", value]
+        assert main(["run", words[0], *flags, "--seed", "1", "--out", f"alone-{value}"]) == 0
+        assert same_numbers(metrics(f"all/{field}={value}/seed-1"), metrics(f"alone-{value}"))
+
+
+def test_seeds_of_which_some_diverge() -> None:
+    """All that failed are named, and nothing is said to be finished."""
+    flags = ["--rounds", "3", "--clients", "4", "--epochs", "1", "--engine", "stacked", "--seeds", "4"]
+    assert main(["sweep", "fedavg", "lr=1000,0.05", *flags, "--out", "all"]) == 1
+    found = json.loads(Path("all/summary.json").read_text())
+    assert not found["finished"]
+    done = {run["seed"] for run in found["methods"]["lr=1000"]["runs"]}
+    said = {seed for seed in range(4) if f"seed {seed}: round " in found["failed"]["lr=1000"]}
+    assert said | done == set(range(4))
+    assert said
+    assert not said & done
+
+
+def test_a_value_that_is_left_alone_is_named(capsys) -> None:
+    assert main(["sweep", "fedprox", "mu=1e200,0.1", *TINY, "--engine", "stacked"]) == 1
+    assert "only mu=0.1 came to its end" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("command", [["compare", "pfedsd", "fedprox"], ["sweep", "pfedsd", "lam=0.1,1"]])
+def test_memories_that_are_lost_stop_their_runs_only(command, monkeypatch, capsys) -> None:
+    """The bank fails in a later round of pFedSD: its runs have failed, and the command goes on to its report."""
+    scatter, calls = model_store.ModelStore.scatter, []
+
+    def losing(self, clients, memory, *more):
+        calls.extend([1] if memory else [])
+        if memory and len(calls) > 4:
+            raise fs.TrainingError("client 0: its memory was lost")
+        return scatter(self, clients, memory, *more)
+
+    monkeypatch.setattr(model_store.ModelStore, "scatter", losing)
+    flags = ["--rounds", "3", "--clients", "4", "--epochs", "1", "--engine", "stacked", "--seeds", "2"]
+    assert main([*command, *flags, "--out", "all"]) == 1
+    out, err = capsys.readouterr()
+    assert "its memory was lost" in err
+    found = json.loads(Path("all/summary.json").read_text())
+    failed, others = (["pfedsd"], ["fedprox"]) if command[0] == "compare" else (["lam=0.1", "lam=1"], [])
+    assert list(found["failed"]) == failed
+    assert [label for label, one in found["methods"].items() if one["runs"]] == others
+    assert ("fedprox" in out.split("worst 10 %")[-1]) == bool(others)
+
+
+def test_runs_abreast_share_the_time() -> None:
+    """The seconds of all values together are not more than the command took."""
+    began = time.perf_counter()
+    assert main(["sweep", "pfedsd", "lam=0.1,0.5,1", *TINY, "--engine", "stacked", "--out", "all"]) == 0
+    took = time.perf_counter() - began
+    found = json.loads(Path("all/summary.json").read_text())
+    assert 0 < sum(one["runs"][0]["seconds"] for one in found["methods"].values()) < took
 
 
 @pytest.mark.parametrize(
@@ -105,6 +178,9 @@ def test_one_value_that_diverges_leaves_the_others_alone(engine, fleets, capsys)
         (["pfedsd", "lma=1,2"], "field = 'lma': should be a field of pfedsd or of local training: 'lam'?"),
         (["pfedsd", "rounds=1,2"], "field = 'rounds'"),
         (["pfedsd", "lam=1"], "lam = '1': should be two or more values"),
+        (["pfedsd", "stateless=on"], "such as stateless=on,off"),
+        (["pfedsd", "lam=\uff11,2"], "should be two or more values"),
+        (["l2gd", "lam=1,1e9"], "--lam = 1000000000.0: should be at most"),
         (["pfedsd", "lam=1,,2"], "lam = '1,,2': should be two or more values"),
         (["pfedsd", "lam=1,1.0"], "should be values that differ from one another"),
         (["pfedsd", "lam=1,x"], "--lam = 'x': should be a number at least 0"),
@@ -115,4 +191,4 @@ def test_one_value_that_diverges_leaves_the_others_alone(engine, fleets, capsys)
     ],
 )
 def test_refusals(words, said, capsys) -> None:
-    assert said in refused(capsys, "sweep", *words)
+    assert said in refused(capsys, "sweep", *words, "--out", "kept")

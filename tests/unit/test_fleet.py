@@ -178,7 +178,7 @@ APART = {
     "forgetting is watched run by run": lambda: [prepared(fs.FedAvg(), seed, forgetting=True) for seed in (2, 3)],
     "clients are not stacked": lambda: [prepared(fs.FedAvg(), seed, engine="one") for seed in (2, 3)],
     "the optimiser of a phase differs": lambda: [prepared(Paced(pace=pace)) for pace in (0.05, 0.1)],
-    "vmap: ": lambda: [prepared(Branching(mu=mu)) for mu in (0.1, 0.9)],
+    "fedavg branches on mu": lambda: [prepared(Branching(mu=mu)) for mu in (0.1, 0.9)],
     "their models or their numbers of clients differ": lambda: [
         prepared(fs.FedAvg(), model=model) for model in ("plain", "normed")
     ],

@@ -416,6 +416,15 @@ def test_files_of_replaced_rows_go(tmp_path: Path) -> None:
     assert len(list(store._disk.folder.iterdir())) == store.stats()["disk"]["clients"]
 
 
+def test_stores_that_share_memory_have_a_part_each(tmp_path: Path) -> None:
+    whole, third = (
+        ModelStore(memory(0), device_bytes=9000, host_bytes=6000, folder=tmp_path, sharing=n) for n in (1, 3)
+    )
+    assert [(s._device.limit, s._host.limit) for s in (whole, third)] == [(9000, 6000), (3000, 2000)]
+    by_itself, beside = (ModelStore(memory(0), sharing=n) for n in (1, 4))
+    assert beside._host.limit == pytest.approx(by_itself._host.limit / 4, rel=0.1)
+
+
 def test_a_checkpoint_keeps_the_bank(tmp_path: Path) -> None:
     store = ModelStore(memory(0), host_bytes=1000)
     for k in (11, 2, 5):

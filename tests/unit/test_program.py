@@ -24,6 +24,7 @@ from fedstill.edge.stage import Stage, TooMany
 from fedstill.edge.trainer import Work
 from fedstill.experiment import Training
 from fedstill.journal import Journal
+from fedstill.method import Phase
 from fedstill.plan import Plan
 from fedstill.task import Task
 from fedstill.tree import Params, Tree
@@ -200,6 +201,34 @@ def test_a_loss_that_asks_for_the_round_goes_step_by_step(traced, capsys) -> Non
     assert capsys.readouterr().err == ""  # by design, so nothing to say
     assert distance(states(run(Weighed(), "normed")), states(found)) < 1e-10
     assert distance(states(run(fs.FedAvg(), "normed")), states(found)) > 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phased(fs.FedAvg):
+    """Phases that go by the round: with a loss made for it, with one of two of the method's own, or so many epochs."""
+
+    how: str = "made"
+
+    def phases(self, task: Task) -> tuple[Phase, ...]:
+        if self.how == "made":
+            weight = float(task.round)
+            return (Phase(loss=lambda task, params, local, batch: weight * self.fit(task, params, batch)),)
+        if self.how == "epochs":
+            return (Phase(epochs=1 + task.round % 2),)
+        return (Phase(loss=self.doubled if task.round % 2 else None),)
+
+    def doubled(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
+        return 2 * self.fit(task, params, batch)
+
+
+@pytest.mark.parametrize(("how", "again"), [("made", False), ("epochs", False), ("own", True)])
+def test_phases_that_go_by_the_round(how: str, again: bool, traced, capsys) -> None:
+    """A program is used in another round only where the phase is sure to be the same."""
+    found = run(Phased(how=how), "plain", engine="stacked", rounds=4)
+    assert [stage is not None for stage in arenas(found)] == ([True, True] if again else [False] * len(arenas(found)))
+    assert capsys.readouterr().err == ""
+    assert distance(states(run(Phased(how=how), "plain", rounds=4)), states(found)) < 1e-10
+    assert distance(states(run(fs.FedAvg(), "plain", rounds=4)), states(found)) > 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)

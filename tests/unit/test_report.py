@@ -74,6 +74,18 @@ def test_seeds_of_one_method_are_one_row() -> None:
     assert "over seeds (n − 1)" in table
 
 
+def test_a_method_of_which_one_seed_is_left_has_no_spread_beside_those_of_several() -> None:
+    runs = [made(fs.FedRep(), [5, 5, 40], seed=0), made(fs.FedRep(), [7, 7, 56], seed=1), made(fs.Local(), [9, 5, 8])]
+    rows = {line.split()[0]: line.split() for line in text.table(runs).splitlines()[2:4]}
+    assert rows["fedrep"][2:5] == ["60.00", "±", "14.14"]  # the best: marked
+    assert rows["local"][1:3] == ["50.00", "10.00"]
+
+
+def test_what_differs_is_said_below() -> None:
+    runs = [made(fs.Local(), [1, 1, 1], lr=0.1, batch_size=1234567), made(fs.Local(), [1, 1, 1], lr=1e-5, batch_size=8)]
+    assert "batch 1234567 or 8, lr 0.1 or 1e-05" in text.table(runs)
+
+
 def test_rows_that_differ_in_a_setting_say_which() -> None:
     runs = [made(fs.PFedSD(lam=0.5), [9, 5, 8]), made(fs.PFedSD(lam=1.0), [9, 5, 8]), made(fs.Local(), [1, 1, 1])]
     assert set(text.grouped(runs)) == {"pfedsd lam=0.5", "pfedsd lam=1.0", "local"}

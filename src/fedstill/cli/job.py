@@ -166,23 +166,37 @@ def _together(job: Job, dealt: Sequence[Federation], shown: Watch, done: Done, l
     """All seeds of a method whose clients are stacked, or of several values of its field: one more axis of the stack."""
     pairs = [(label, job.first.seed + number) for label in labels for number in range(job.seeds)]
     folders = [job.folder(label, seed) for label, seed in pairs]
-    for label in labels:
-        shown.start(label)
+    going: list[int] = []  # the runs that began last, all together
 
-    def told(label: str) -> Progress:
-        return lambda record: shown.abreast(label, record)
+    def begins(numbers: Sequence[int]) -> None:
+        going[:] = numbers
+        for label in dict.fromkeys(pairs[i][0] for i in numbers):
+            shown.start(label)
 
-    last = job.first.seed + job.seeds - 1
+    def told(number: int) -> Progress:
+        label, seed = pairs[number]
+
+        def tell(record: dict[str, Any]) -> None:
+            beside = [i for i in going if pairs[i][0] == label]
+            if len(beside) < job.seeds:
+                shown.step(label, seed - job.first.seed, record)
+            elif number == beside[-1]:
+                shown.abreast(label, record)
+
+        return tell
+
     with stoppable(folders[0]):
         found = fleet.try_together(
             [dataclasses.replace(job.experiments[label], seed=seed) for label, seed in pairs],
             outs=folders,
             federations=[*dealt] * len(labels),
-            progress=[told(label) if seed == last else None for label, seed in pairs],
+            progress=[told(number) for number in range(len(pairs))],
+            begins=begins,
         )
     for (label, seed), folder, run in zip(pairs, folders, found, strict=True):
         if isinstance(run, TrainingError):
-            done.failed.setdefault(label, f"seed {seed}: {run}")
+            before = f"{done.failed[label]}; " if label in done.failed else ""
+            done.failed[label] = f"{before}seed {seed}: {run}"
             continue
         done.runs.setdefault(label, []).append(run.without_data())
         if folder is not None:
@@ -219,6 +233,8 @@ def _report(job: Job, done: Done, facts: Facts) -> None:
     """The table, what was kept, and what failed."""
     if done.runs:
         results([run for same in done.runs.values() for run in same], facts)
+        if job.abreast and len(done.runs) == 1:
+            say(f"only {next(iter(done.runs))} came to its end")
         say()
     if job.out is not None:
         pairs = {label: list(zip(done.folders[label], runs, strict=True)) for label, runs in done.runs.items()}

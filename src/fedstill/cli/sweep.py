@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from .. import flags, settings
 from ..errors import InputError, nearest
@@ -30,8 +30,8 @@ def plan_sweep(base: Experiment, text: str, given: Mapping[str, Any]) -> Job:
     types = {name: kind for name, kind in types.items() if get_origin(kind) is not tuple}
     if name not in types:
         raise InputError("field", word, f"a field of {method.id} or of local training: {nearest(name, types)}")
-    if len(values) < 2 or not all(values):
-        raise InputError(word, listed, f"two or more values, such as {word}=0.1,0.5,1")
+    if len(values) < 2 or not all(values) or not listed.isascii():
+        raise InputError(word, listed, f"two or more values, such as {word}={_example(types[name])}")
     if name in given:
         raise InputError(flags.flag(name), given[name], f"left out: {word} is what is swept")
     experiments = {}
@@ -43,6 +43,13 @@ def plan_sweep(base: Experiment, text: str, given: Mapping[str, Any]) -> Job:
     if alike or len(experiments) < len(values):
         raise InputError(word, listed, "values that differ from one another")
     return dataclasses.replace(job, experiments=experiments)
+
+
+def _example(kind: Any) -> str:
+    """Values of this type."""
+    if get_origin(kind) is Literal:
+        return ",".join(map(str, get_args(kind)))
+    return {bool: "on,off", int: "1,5,10"}.get(kind, "0.1,0.5,1")
 
 
 def _switched(word: str, values: Sequence[str]) -> list[bool]:

@@ -154,7 +154,7 @@ def sweep(argv: Sequence[str]) -> None:
             "a method and a field: fedstill sweep pfedsd lam=0.1,0.5,1",
         )
     job = plan_sweep(_base(words[0]), words[1], given)
-    with flags.named(given):
+    with flags.named(dict.fromkeys(job.given)):
         execute(job)
 
 

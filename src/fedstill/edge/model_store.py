@@ -41,12 +41,14 @@ class ModelStore:
         device_bytes: int | None = None,
         host_bytes: int | None = None,
         folder: str | Path | None = None,
+        sharing: int = 1,
     ) -> None:
         """`device` is where memories are wanted (None: where `initial` lies).
 
         Rows take at most `device_bytes` there (None: a quarter of what is free) and `host_bytes` on the host (None: half of what
-        is available; one row always fits). The rest lies in a temporary folder, made inside `folder` when first needed, removed
-        by `close` or at exit. On a CPU there is a tier above the host only where `device_bytes` is given.
+        is available; one row always fits), divided among so many stores as `sharing` says. The rest lies in a temporary folder,
+        made inside `folder` when first needed, removed by `close` or at exit. On a CPU there is a tier above the host only where
+        `device_bytes` is given.
         """
         first = next((leaf for _, leaf in leaves(initial)), None)
         at = torch.device(device or (first.device if first is not None else "cpu"))
@@ -55,8 +57,8 @@ class ModelStore:
         if device_bytes is None and self._gpu is not None:
             device_bytes = torch.cuda.mem_get_info(self._at)[0] // 4
         self._split = device_bytes is not None  # whether rows on the device are other memory than rows on the host
-        self._device = Tier(device_bytes or 0)
-        self._host = Tier(available_memory() // 2 if host_bytes is None else host_bytes)
+        self._device = Tier((device_bytes or 0) // sharing)
+        self._host = Tier((available_memory() // 2 if host_bytes is None else host_bytes) // sharing)
         self._pinned = Pinned(self._host.limit) if self._gpu is not None else None
         self._folder = folder
         self._disk: Disk | None = None

@@ -49,7 +49,7 @@ def summary(
         "partition_hashes": list(facts.hashes),
         "methods": methods,
         "failed": dict(failed),
-        "finished": bool(runs) and all(label in runs for label in experiments),
+        "finished": bool(runs) and not failed and all(label in runs for label in experiments),
     }
 
 

@@ -122,7 +122,9 @@ def _choices(run: Run) -> dict[str, Any]:
 
 def rows(runs: Sequence[Run]) -> list[Row]:
     """A row for each method, best personal accuracy first."""
-    found = [_row(label, same) for label, same in grouped(runs).items()]
+    groups = grouped(runs)
+    many = any(len(same) > 1 for same in groups.values())
+    found = [_row(label, same, many) for label, same in groups.items()]
     found.sort(key=lambda row: -row.personal.value)
     if len(found) < 2:
         return found
@@ -130,11 +132,12 @@ def rows(runs: Sequence[Run]) -> list[Row]:
     return [Row(**{**vars(row), "best": row.personal.value == top}) for row in found]
 
 
-def _row(label: str, runs: Sequence[Run]) -> Row:
+def _row(label: str, runs: Sequence[Run], many: bool) -> Row:
+    """One row; the spread is that over clients where no row has several seeds."""
     records = [scored(run) for run in runs]
     contract = Evaluation()
     personal = stat_of([contract.of(run.history) for run in runs])
-    if len(runs) == 1:
+    if not many:
         personal = Stat(personal.value, float(records[0]["personal_std"]))
     further = [scores.numbers(run) for run in runs]
     generic, on = _generic([{**record, **found} for record, found in zip(records, further, strict=True)])
@@ -239,14 +242,15 @@ def notes(runs: Sequence[Run], found: Sequence[Row], facts: Facts = UNKNOWN) -> 
     epochs, differing = work_lines(grouped(runs))
     engines = " or ".join(sorted({run.engine for run in runs}))
     rounds = f"{training.rounds} rounds, participation {training.participation:g}, {epochs}"
-    batch, lr = (" or ".join(f"{v:g}" for v in _values(runs, name)) for name in ("batch_size", "lr"))
+    batch, lr = (_values(runs, name) for name in ("batch_size", "lr"))
     lines.append(f"{rounds}, batch {batch}, lr {lr}; engine {engines}")
     return [*lines, *differing, *server_lines(grouped(runs)), *time_lines(grouped(runs))]
 
 
-def _values(runs: Sequence[Run], name: str) -> list[float]:
+def _values(runs: Sequence[Run], name: str) -> str:
     """The values of a field that the runs have, each once."""
-    return list(dict.fromkeys(getattr(run.training, name) for run in runs))
+    found = dict.fromkeys(getattr(run.training, name) for run in runs)
+    return " or ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in found)
 
 
 def server_lines(groups: Mapping[str, Sequence[Run]]) -> list[str]:
