@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import fedstill as fs
-from fedstill import simulation, tree
+from fedstill import simulation, tree, winograd
+from fedstill.edge import fused
 from fedstill.experiment import Training
 
 from ..problems import MODELS, SETTINGS, distance, identical, make, on_quadratics, point, ragged, run, states
@@ -47,6 +50,63 @@ def test_1_a_traced_program_equals_one(row: Row, model: str, traced, capsys) -> 
     assert stages
     assert all((arena is None) == asks_for_the_round(row.method) for arena in stages)
     assert capsys.readouterr().err == ""  # nothing fell back
+
+
+class Chain(nn.Module):
+    """What has a training loop of its own (`edge/fused.py`) under plain cross-entropy."""
+
+    head_modules = "fc2"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(torch.relu(self.fc1(x)))
+
+
+class Pooled(nn.Module):
+    """ReLU before max-pooling (`rewrite.py`) after 5×5 convolutions (`winograd.py`)."""
+
+    head_modules = "fc"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 3, 5, padding=4), nn.Conv2d(3, 4, 5, padding=3)
+        self.fc = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(torch.relu(self.conv1(x.reshape(-1, 1, 2, 2))), 2)
+        return self.fc(F.max_pool2d(torch.relu(self.conv2(x)), 2).flatten(1))
+
+
+@every_row
+@pytest.mark.parametrize("model", [Chain, Pooled])
+def test_1_fast_paths_on_and_off(row: Row, model: type[nn.Module], monkeypatch) -> None:
+    """Clients one by one: by the loops and convolutions that are faster, and without them."""
+    for name in ("CHANNELS", "PLANES", "WORK", "WIDE"):
+        monkeypatch.setattr(winograd, name, 0)  # small ones too
+    used: list[str] = []
+    for owner, name in ((winograd, "conv2d"), (fused.Perceptron, "train")):
+        plain = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, f=plain, n=name: used.append(n) or f(*a))
+    torch.manual_seed(5)
+    net = model().double()
+
+    def trained(**how) -> fs.Run:
+        return fs.simulate(row.method, model=net, data=ragged(), **SETTINGS, engine="one", workers=1, **how)
+
+    off = trained(fast=False)
+    assert used == []
+    on = trained()
+    assert distance(states(on), states(off)) < 1e-10
+    assert [r["loss"] for r in on.history] == pytest.approx([r["loss"] for r in off.history], abs=1e-10)
+    assert [r["personal_clients"] for r in on.history] == [r["personal_clients"] for r in off.history]
+    if model is Pooled:
+        assert "conv2d" in used
+        assert set(on.trainer.bench.task.net._rewritten) == {True, False}
+    elif row.method == fs.FedAvg():
+        assert "train" in used
 
 
 @every_row

@@ -296,6 +296,9 @@ def test_fedfomos_weights_by_hand() -> None:
     fresh = {**memory, "own": at(0, 0), "seen": torch.zeros((), dtype=torch.float64)}
     assert method.weigh(task, nobody, fresh).tolist() == [0, 0, 0], "0/0 counts as 0"
     assert method.combined(nobody, fresh, torch.zeros(3, dtype=torch.float64))["b"].tolist() == [0, 0]
+    for ulps in range(-3, 4):  # a model that is θ_k to rounding: no gain over no distance
+        near = {**memory, "before": at(math.log(7) * (1 + ulps * 2.0**-52), 0), "own": at(math.log(9), 0)}
+        assert method.weigh(task, down, near).tolist() == [1, 0, 0]
 
 
 def test_fedfomo_sends_by_affinity_and_explores() -> None:

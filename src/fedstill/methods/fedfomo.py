@@ -10,10 +10,11 @@ Choices: (1) θ_k is the client's model before its last local training; what it 
 the others. So training that did not help is dropped, as in the authors' code. (2) L_k is the mean cross-entropy, in
 evaluation mode, of every (1/val)-th of the client's training samples, which are not trained on (a batch of nothing else
 is); val=0 measures on all of them. (3) M = 5, ε = 0.3, less by 0.05 a round, as in the authors' code and in pFedSD's
-comparison. (4) Norms run over trainable parameters; where θ_m = θ_k the weight is 0, and where all are 0 θ_k stays. (5)
-Buffers are combined by the same weights. (6) All models that were ever uploaded can be sent; ties of affinity are
-broken at random. (7) The personal model is the combination of what the client would download now, also for one that
-never took part; nobody is served with the models' mean.
+comparison. (4) Norms run over trainable parameters; where θ_m = θ_k to rounding (a combination of one model is that
+model) the weight is 0, not noise over noise, and where all are 0 θ_k stays. (5) Buffers are combined by the same
+weights. (6) All models that were ever uploaded can be sent; ties of affinity are broken at random. (7) The personal model
+is the combination of what the client would download now, also for one that never took part; nobody is served with the
+models' mean.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from ..tree import Params, Tree
 from .fedavg import FedAvg
 
 EXPLORE, ANY, TIES = 1, 2, 3  # what a draw is for
+SAME = 16  # times the rounding of its norm: no further than that, a model is the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +92,9 @@ class FedFomo(FedAvg):
             theta, others = memory["before"], [memory["own"], *down["models"].values()]
             gain = self.measured(task, theta) - torch.stack([self.measured(task, m) for m in others])
             apart = [tree.square_norm(tree.sub(task.trainable(m), task.trainable(theta))) for m in others]
-            far = torch.stack(apart).sqrt()
-            worth = there * torch.where(far > 0, gain / torch.where(far > 0, far, 1), 0).clamp(min=0)
+            far, size = torch.stack(apart).sqrt(), tree.square_norm(task.trainable(theta)).sqrt()
+            other = far > SAME * torch.finfo(far.dtype).eps * size
+            worth = there * torch.where(other, gain / torch.where(other, far, 1), 0).clamp(min=0)
         total = worth.sum()
         return torch.where(total > 0, worth / torch.where(total > 0, total, 1), 0)
 
