@@ -1,7 +1,7 @@
 """A plain `nn.Module` as a pure function of its parameters, the same for one client and for a stack of them.
 
 The module is never changed: a private copy serves as a skeleton into which each call puts the tensors it was given. Some
-things are taken out of the module's hands, by a function mode that is active only where the model needs it:
+things are taken out of the module's hands, by a function mode (`keyed.py`) that is active only where the model needs it:
 
 - dropout draws its mask from (seed, round, client, step, layer), not from a global generator;
 - BatchNorm leaves padding out of its statistics (and survives a batch of one sample: its variance is then 0);
@@ -22,15 +22,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from . import winograd
 from .channels import Channels, follow
-from .convolution import Lowering, Shape, conv2d, max_pool
+from .convolution import Lowering
 from .errors import InputError, Shown
-from .plan import uniform_bits
+from .keyed import Keyed
 from .rewrite import Forward, pool_first
 from .tree import Params
 
@@ -100,7 +97,7 @@ class Net:
             self._channels = follow(copy.deepcopy(self.module), self._example)
         return self._channels
 
-    def _try(self, x: Tensor, mode: _Keyed) -> tuple[Tensor, Params]:
+    def _try(self, x: Tensor, mode: Keyed) -> tuple[Tensor, Params]:
         """A training pass from the initial weights: its output, and the state after it."""
         params = self.initial()
         out = self._forward(params, x, True, mode)
@@ -202,11 +199,11 @@ class Net:
         with self._hooked(train, {}, {}, {modules[0]: given}):
             return self._forward({**self.initial(), **params}, zeros, train, mode)
 
-    def _mode(self, key: Tensor | None, mask: Tensor | None, train: bool, rows: int) -> _Keyed | None:
+    def _mode(self, key: Tensor | None, mask: Tensor | None, train: bool, rows: int) -> Keyed | None:
         keyed = train and (self.has_dropout or mask is not None or (self.has_batchnorm and rows == 1))
         if not keyed and self.lowering is None and not self.bf16 and not self.winograd:
             return None
-        return _Keyed(key, mask, self.lowering, self.bf16, self.winograd)
+        return Keyed(key, mask, self.lowering, self.bf16, self.winograd)
 
     @contextlib.contextmanager
     def _hooked(
@@ -240,7 +237,7 @@ class Net:
                 handle.remove()
 
     def _forward(
-        self, params: Params, x: Tensor, train: bool, mode: _Keyed | None, part_of: nn.Module | None = None
+        self, params: Params, x: Tensor, train: bool, mode: Keyed | None, part_of: nn.Module | None = None
     ) -> Tensor:
         for name, owner, leaf in self._slots[train]:
             if part_of is None or name in params:
@@ -260,13 +257,13 @@ class Net:
         """Run one and two samples through the model and refuse what cannot be trained reproducibly, before any work."""
         name = Shown(type(self.module).__name__)
         pair = torch.cat([x[:1], x[:1]]) if len(x) < 2 else x[:2]
-        watch = _Keyed(torch.zeros((), dtype=torch.int64, device=x.device), None)
+        watch = Keyed(torch.zeros((), dtype=torch.int64, device=x.device), None)
         hidden = _hidden_buffers(self._training)
         with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []), torch.no_grad():
             before = _generator_state(x.device)
             try:
                 logits, params = self._try(pair, watch)
-                lone, _ = self._try(pair[:1], _Keyed(watch.key, None))
+                lone, _ = self._try(pair[:1], Keyed(watch.key, None))
                 scored, alone = self(params, pair, train=False), self(params, pair[:1], train=False)
             except InputError:
                 raise
@@ -294,142 +291,6 @@ class Net:
             raise InputError("model", Shown(f"buffer {changed[0]}"), right)
         self.has_dropout, self._example = watch.dropouts > 0, pair
         self.outputs = int(logits.shape[1])
-
-
-class _Keyed(TorchFunctionMode):
-    """While active, dropout is drawn from a key, BatchNorm leaves padding out, and products go as the engine says."""
-
-    def __init__(
-        self,
-        key: Tensor | None,
-        mask: Tensor | None,
-        lowering: Lowering | None = None,
-        bf16: bool = False,
-        fast5: bool = False,
-    ) -> None:
-        super().__init__()
-        self.key, self.mask, self.dropouts = key, mask, 0
-        self.lowering, self.bf16, self.fast5 = lowering, bf16, fast5
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handler = _HANDLERS.get(func)
-        return handler(self, *args, **(kwargs or {})) if handler else func(*args, **(kwargs or {}))
-
-    def _low(self, *tensors: Tensor | None) -> list[Tensor | None]:
-        """Floating operands in bfloat16, where that is asked for."""
-        return [t.bfloat16() if self.bf16 and t is not None and t.is_floating_point() else t for t in tensors]
-
-    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(*self._low(input, weight, bias))  # type: ignore[arg-type]
-
-    def conv2d(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Tensor:
-        x, w, b = self._low(input, weight, bias)
-        assert x is not None
-        assert w is not None
-        if self.fast5 and (pad := winograd.takes(x, w, stride, padding, dilation, groups)) is not None:
-            return winograd.conv2d(x, w, b, pad)
-        if self.lowering is None or groups != 1 or isinstance(padding, str) or x.ndim != 4:
-            return F.conv2d(x, w, b, stride, padding, dilation, groups)
-        pairs = [(v, v) if isinstance(v, int) else (v[0], v[-1]) for v in (stride, padding, dilation)]
-        image, kernel = (x.shape[2], x.shape[3]), (w.shape[2], w.shape[3])
-        shape = Shape(x.shape[0], image, x.shape[1], w.shape[0], kernel, *pairs)
-        return conv2d(x, w, bias, shape, self.lowering)
-
-    def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        return self._drop(input, p, training, input.shape)
-
-    def feature_dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        return self._drop(input, p, training, (*input.shape[:2], *[1] * (input.ndim - 2)))
-
-    def _drop(self, input: Tensor, p: float, training: bool, shape: tuple[int, ...]) -> Tensor:
-        if not training or p == 0:
-            return input
-        if self.key is None:
-            raise ValueError("a training pass through a model with dropout needs a key")
-        self.dropouts += 1
-        if p == 1:
-            return input * 0
-        keep = uniform_bits(self.key, self.dropouts, shape) >= int(p * 2**32)
-        return input * (keep.to(input.dtype) / (1 - p))
-
-    def max_pool2d(
-        self,
-        input: Tensor,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
-        return_indices: bool = False,
-    ) -> Any:
-        kernel, step, pad, spread = (
-            (v, v) if isinstance(v, int) else tuple(v) for v in (kernel_size, stride or kernel_size, padding, dilation)
-        )
-        apart = kernel == step and pad == (0, 0) and spread == (1, 1) and not ceil_mode and input.ndim == 4
-        if self.lowering is None or not apart or return_indices:
-            return F.max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)  # type: ignore[call-overload]
-        return max_pool(input, kernel)
-
-    def batch_norm(
-        self,
-        input: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        plain = self.lowering is None and not self.bf16
-        if plain and (not training or (self.mask is None and len(input) > 1)):
-            return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        axes = [0, *range(2, input.ndim)]
-        channel = [1, -1, *[1] * (input.ndim - 2)]
-        given, input = input, input if weight is None else input.to(weight.dtype)
-        if not training and running_mean is not None and running_var is not None:
-            mean, variance = running_mean, running_var
-        elif self.mask is None:
-            variance, mean = torch.var_mean(input, axes, correction=0)
-            count = torch.full_like(mean, input.numel() // input.shape[1])
-        else:
-            real = self.mask.to(input.dtype).reshape([-1, *[1] * (input.ndim - 1)])
-            count = real.sum() * input[0, 0].numel()
-            mean = (input * real).sum(axes) / count
-            variance = ((input - mean.reshape(channel)).square() * real).sum(axes) / count
-        if training and running_mean is not None and running_var is not None:
-            with torch.no_grad():
-                unbiased = variance * (count / (count - 1).clamp(min=1))
-                running_mean.mul_(1 - momentum).add_(momentum * mean.detach())
-                running_var.mul_(1 - momentum).add_(momentum * unbiased.detach())
-        out = (input - mean.reshape(channel)) * torch.rsqrt(variance + eps).reshape(channel)
-        if weight is not None:
-            out = out * weight.reshape(channel)
-        return (out if bias is None else out + bias.reshape(channel)).to(given.dtype)
-
-
-_HANDLERS: dict[Any, Callable[..., Tensor]] = {
-    F.dropout: _Keyed.dropout,
-    torch.dropout: _Keyed.dropout,
-    F.dropout1d: _Keyed.feature_dropout,
-    F.dropout2d: _Keyed.feature_dropout,
-    F.dropout3d: _Keyed.feature_dropout,
-    torch.feature_dropout: _Keyed.feature_dropout,
-    F.batch_norm: _Keyed.batch_norm,
-    F.linear: _Keyed.linear,
-    F.conv2d: _Keyed.conv2d,
-    F.max_pool2d: _Keyed.max_pool2d,
-    torch.max_pool2d: _Keyed.max_pool2d,
-}
 
 
 def _slots(module: nn.Module, tied: dict[str, str]) -> list[Slot]:

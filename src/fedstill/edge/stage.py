@@ -18,7 +18,8 @@ from . import program
 from .program import Definition, Program
 
 if TYPE_CHECKING:
-    from .stacked import Cohort, Stacked
+    from .cohort import Cohort
+    from .stacked import Stacked
 
 SPARE = 0.85  # of the device's free memory is what a stack is allowed to take
 
