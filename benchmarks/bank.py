@@ -3,8 +3,8 @@
 python benchmarks/bank.py [CLIENTS]
 """
 
+import argparse
 import random
-import sys
 import time
 
 import torch
@@ -183,7 +183,12 @@ def disk(n=30):
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("clients", nargs="?", type=int, default=100, help="clients of a cohort (default: 100)")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks/bank.py: needs a GPU, and torch sees none")
     print(torch.__version__, torch.cuda.get_device_name())
     correctness()
-    timings(int(sys.argv[1]) if len(sys.argv) > 1 else 100)
+    timings(options.clients)
     disk()
