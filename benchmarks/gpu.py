@@ -236,6 +236,8 @@ def main() -> None:
     parser.add_argument("--experiment", metavar="FOLDER", help="the pFedSD experiment instead; FOLDER holds CIFAR-100")
     parser.add_argument("--seeds", type=int, default=3)
     given = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks/gpu.py: needs a GPU, and torch sees none")
     if given.experiment:
         dataset = sources.load("cifar100", given.experiment)
         for precision in given.precision:
