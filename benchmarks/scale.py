@@ -5,19 +5,21 @@
     python benchmarks/scale.py --only bank             # ResNet-18, 45 MB a client: 100 clients beside 10,000 (needs a GPU)
 
 Every point is a pFedSD run (each client keeps a model of its own) on random images, timed over rounds after the first. Memory is
-the peak of the device (on a CPU: of the process) during those rounds, less the samples, which of course grow with the clients.
+the peak of the device during those rounds, less the samples, which of course grow with the clients; on a CPU what the rounds add
+to the process, whose samples are loaded, with its workers.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
+import os
 import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,7 @@ class Point:
     x: float
     seconds: float  # a round
     mebibytes: float
+    name: str = ""  # where points are no line
 
 
 def federation(clients: int, samples: int, shape: tuple[int, ...]) -> fs.Federation:
@@ -57,7 +60,16 @@ def measure(x: float, *, device: str, **setting: Any) -> Point:
 
 
 def point(
-    x: float, *, clients: int, cohort: int, model: str, rounds: int, samples: int, device: str, **more: Any
+    x: float,
+    *,
+    clients: int,
+    cohort: int,
+    model: str,
+    rounds: int,
+    samples: int,
+    device: str,
+    label: bool = False,
+    **more: Any,
 ) -> Point:
     """Seconds a round (the median after the first) and peak memory."""
     shape = (3, 32, 32) if model.startswith(("cnn", "resnet")) else (1, 16, 16)
@@ -69,22 +81,22 @@ def point(
     cuda = device == "cuda"
     simulation = prepare(fs.PFedSD(), models.build(model, shape, 10, 0), data, None, how)
     held = sum(part.nbytes for part in (*simulation.trainer.bench.data.train.x.tensors().values(),)) if cuda else 0
+    before = 0 if cuda else resident()
     course = simulation.start()
     going = course.rounds()
     next(going)
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    laps = []
+    laps, most = [], 0
     for _ in range(rounds):
         began = time.perf_counter()
         next(going)
         if cuda:
             torch.cuda.synchronize()
         laps.append(time.perf_counter() - began)
-    peak = (
-        torch.cuda.max_memory_allocated() - held if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    )
+        most = most if cuda else max(most, resident())
+    peak = torch.cuda.max_memory_allocated() - held if cuda else most - before
     print(f"  {x:>9g}  {1e3 * statistics.median(laps):9.1f} ms a round  {peak / 2**20:9.0f} MiB  "
           f"{course.store.stats()}", flush=True)  # fmt: skip
     course.store.close()
@@ -93,7 +105,14 @@ def point(
     if cuda:
         del course, simulation, going
         torch.cuda.empty_cache()
-    return Point(x, statistics.median(laps), peak / 2**20)
+    return Point(x, statistics.median(laps), peak / 2**20, model if label else "")
+
+
+def resident() -> int:
+    """Bytes of this process and of those it has forked, pages that they share counted once."""
+    own = [os.getpid(), *(int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())]
+    lines = [line.split() for pid in own for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
+    return sum(1024 * int(line[1]) for line in lines if line[0] == "Pss:")
 
 
 def sweeps(device: str) -> dict[str, tuple[str, Callable[[], list[Point]]]]:
@@ -111,7 +130,7 @@ def sweeps(device: str) -> dict[str, tuple[str, Callable[[], list[Point]]]]:
         for model in ("mlr", "mlp", "cnn-cifar10", "cnn-cifar100", "resnet8"):
             shape = (3, 32, 32) if model.startswith(("cnn", "resnet")) else (1, 16, 16)
             weights = sum(p.numel() for p in models.build(model, shape, 10, 0).parameters())
-            found.append(measure(weights, clients=20, cohort=10, **{**small, "model": model, "rounds": 5}))
+            found.append(measure(weights, clients=20, cohort=10, label=True, **{**small, "model": model, "rounds": 5}))
         return found
 
     def rounds() -> list[Point]:
@@ -143,9 +162,15 @@ def draw(found: dict[str, tuple[str, list[Point]]], file: str) -> None:
             (("ms a round", [1e3 * p.seconds for p in points]), ("MiB", [p.mebibytes for p in points]))
         ):
             axis = axes[row][column]
-            axis.plot([p.x for p in points], values, "o-", color="#2563eb")
-            axis.set_xscale("log")
-            axis.set_ylim(0, 1.25 * max(values))
+            named = any(p.name for p in points)
+            axis.plot([p.x for p in points], values, "o" if named else "o-", color="#2563eb")
+            for p, value in zip(points, values, strict=True):
+                left = p.x > 0.5 * max(other.x for other in points)
+                axis.annotate(p.name, (p.x, value), (-6 if left else 6, 5), textcoords="offset points", fontsize=8,
+                              ha="right" if left else "left")  # fmt: skip
+            if max(p.x for p in points) > 100 * min(p.x for p in points):
+                axis.set_xscale("log")  # else a line is what is linear
+            axis.set_ylim(0, 1.25 * max(*values, 1))
             axis.set_ylabel(unit if not column else "")
             axis.set_xlabel(label if row else "")
             axis.grid(alpha=0.3)
