@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -17,6 +15,7 @@ from ..method import Method, Phase
 from ..task import Task
 from ..tree import Params, Tree
 from .fused import Perceptron
+from .heap import keep_freed_memory
 from .trainer import SMALL, Bench, Done, Work, given
 
 
@@ -29,7 +28,7 @@ class One:
 
     def train(self, bench: Bench, round: int, works: Sequence[Work]) -> Iterator[Done]:
         """Train every client; results in the order of `works`."""
-        _keep_freed_memory()
+        keep_freed_memory()
         with self.threads(bench), torch.enable_grad():
             for work in works:
                 yield _train(bench, round, work, self.perceptron)
@@ -59,17 +58,6 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@functools.cache
-def _keep_freed_memory() -> None:
-    """Have glibc keep freed blocks for the next step: by default it hands large ones back to the kernel, and every step
-    faults its activations in again, page by page (a fifth of a small CNN's time). Once a process; no effect elsewhere.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: blocks up to a gigabyte come from the heap
-        libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: the heap is not given back
 
 
 def _train(bench: Bench, round: int, work: Work, perceptron: Perceptron | None) -> Done:

@@ -27,6 +27,7 @@ from ..functional import Net
 from ..method import Phase
 from ..tree import Params, Tree
 from .cohort import Cohort
+from .heap import keep_freed_memory
 from .program import over_clients
 from .stage import Stage, TooMany, first_line, say
 from .trainer import Bench, CompileName, Done, Store, Work
@@ -50,6 +51,8 @@ class Stacked:
 
     def train(self, bench: Bench, round: int, works: Sequence[Work], store: Store | None = None) -> Iterator[Done]:
         """Train every client; results in the order of `works`. With a store, memories come from there and new ones go back."""
+        if bench.task.net.device.type == "cpu":
+            keep_freed_memory()
         if not works:
             return
         order = sorted(range(len(works)), key=lambda i: (-bench.length(works[i], 1), i))
