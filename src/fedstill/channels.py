@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from .errors import InputError, Shown
+from .errors import InputError, Shown, first_line
 from .models.resnet import Zeros
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -100,7 +100,7 @@ def follow(module: nn.Module, x: Tensor) -> Channels:
     try:
         graph = fx.GraphModule(module, _Tracer().trace(module))
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise InputError(
             "model", Shown(type(module).__name__), f"a model whose graph can be followed ({reason})"
         ) from error

@@ -27,6 +27,15 @@ class TrainingError(RuntimeError):
     """Training cannot go on (a loss that is not finite, no replies). The message is one line; the command exits with 1."""
 
 
+def first_line(error: BaseException) -> str:
+    """Another's error in one line.
+
+    >>> first_line(ValueError("no\\nand why")), first_line(KeyError())
+    ('no', 'KeyError')
+    """
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """What to write instead of an unknown name: the closest known one first, then all of them."""
     options = sorted(known)

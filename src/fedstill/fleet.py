@@ -17,9 +17,9 @@ import numpy as np
 
 from . import settings
 from .data import Federation
-from .edge.stage import first_line, say
+from .edge.stage import say
 from .edge.trainer import Bench, Done, Work
-from .errors import TrainingError
+from .errors import TrainingError, first_line
 from .experiment import Experiment
 from .joined import Apart, Joined, Plans, Stores
 from .result import Run
@@ -30,9 +30,8 @@ from .transport import Order, Reply
 from .tree import Tree
 
 T = TypeVar("T")
-Said: TypeAlias = (
-    list[Order] | tuple[Tree, Record] | None
-)  # what a coordinator's conversation says: orders, a round's end
+# What a coordinator's conversation says: orders, the end of a round, or nothing more.
+Said: TypeAlias = list[Order] | tuple[Tree, Record] | None
 
 
 def run_together(
@@ -91,9 +90,8 @@ def _play(courses: Mapping[int, Course], begins: Callable[[Sequence[int]], None]
             say(f"the runs go one after another{', seeds together' if some else ''}: {why}")
         found: dict[int, Run | TrainingError] = {}
         for part in groups.values() if some else [[number] for number in courses]:
-            again = {
-                number: _anew(courses[number], len(part)) for number in part
-            }  # memories may have been changed already
+            # Memories may have been changed already: from the beginning.
+            again = {number: _anew(courses[number], len(part)) for number in part}
             if some:
                 found |= zip(part, _play(again, begins), strict=True)
                 continue

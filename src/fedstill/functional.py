@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from .channels import Channels, follow
 from .convolution import Lowering
-from .errors import InputError, Shown
+from .errors import InputError, Shown, first_line
 from .keyed import Keyed
 from .rewrite import Forward, pool_first
 from .tree import Params
@@ -46,7 +46,7 @@ class Net:
             self.module = copy.deepcopy(module).to(device)
             complex_ = [n for n, v in self.module.state_dict().items() if v.numel() and v.is_complex()]
         except Exception as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             raise InputError(
                 "model", Shown(type(module).__name__), f"a module that can be copied ({reason})"
             ) from error
@@ -269,7 +269,7 @@ class Net:
                 raise
             except Exception as error:
                 shape = "×".join(map(str, x.shape[1:]))
-                reason = str(error).strip().splitlines()[0]
+                reason = first_line(error)
                 raise InputError("model", name, f"a model that takes samples of shape {shape} ({reason})") from error
             if not torch.equal(before, _generator_state(x.device)):
                 right = "free of randomness other than nn.Dropout and nn.Dropout1d/2d/3d in training"

@@ -112,21 +112,18 @@ class Journal:
             listed.append({"file": file, "sha256": hashlib.sha256(data).hexdigest(), "outline": tree.outline(part)})
             del part, data  # before the next one is put together
         write(self.checkpoints / f"{name}.json", json.dumps({"round": round, "parts": listed}).encode())
-        newest = {kept.stem for kept in sorted(self.checkpoints.glob("round-*.json"))[-KEEP:]}
-        old = [
-            f for f in self.checkpoints.glob("round-*") if "-".join(f.name.split(".")[0].split("-")[:2]) not in newest
-        ]
-        for gone in sorted(old, key=lambda f: f.suffix != ".json"):  # the lists go first
-            gone.unlink()
+        for old in sorted(self.checkpoints.glob("round-*.json"))[:-KEEP]:
+            old.unlink()
+            for gone in (*self.checkpoints.glob(f"{old.stem}.*"), *self.checkpoints.glob(f"{old.stem}-*")):
+                gone.unlink()
 
     def load(self, device: torch.device) -> Checkpoint | None:
         """The newest whole checkpoint whose rounds are all recorded; None where there is none."""
         for about_file in sorted(self.checkpoints.glob("round-*.json"), reverse=True):
             try:
                 about = json.loads(about_file.read_text(encoding="utf-8"))
-                listed = about.get("parts") or [
-                    {**about, "file": f"{about_file.stem}.safetensors"}
-                ]  # once there was one file
+                once = {**about, "file": f"{about_file.stem}.safetensors"}  # there was one file, whose facts stood here
+                listed = about.get("parts") or [once]
                 parts = tuple((self.checkpoints / part["file"], part["outline"]) for part in listed)
                 whole = all(_checksum(self.checkpoints / part["file"]) == part["sha256"] for part in listed)
             except (OSError, ValueError, KeyError, TypeError):

@@ -22,14 +22,14 @@ from torch.func import grad_and_value, vmap
 from .. import tree
 from ..convolution import Choices
 from ..device import put
-from ..errors import InputError, Shown
+from ..errors import InputError, Shown, first_line
 from ..functional import Net
 from ..method import Phase
 from ..tree import Params, Tree
 from .cohort import Cohort
 from .heap import keep_freed_memory
 from .program import over_clients
-from .stage import Stage, TooMany, first_line, say
+from .stage import Stage, TooMany, say
 from .trainer import Bench, CompileName, Done, Store, Work
 
 ROWS = 32_768  # samples in one pass of scoring, over all clients
@@ -186,7 +186,7 @@ def refusal(bench: Bench) -> str | None:
         step = grad_and_value(objective, has_aux=True)
         both = over_clients(step, *stacks, *(torch.stack([t, t]) for t in (x, key, mask)))
     except Exception as error:
-        return str(error).strip().splitlines()[0]
+        return first_line(error)
     (g1, (v1, b1)), (g2, (v2, b2)) = alone, both
     pairs = [(v1, v2[0]), *((g1[n], g2[n][0]) for n in g1), *((b1[n], b2[n][0]) for n in b1)]
     if any((a - b).abs().max() > 1e-8 * (1 + a.abs().max()) for a, b in pairs if a.numel()):

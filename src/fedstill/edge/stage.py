@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import tree
 from ..device import put
+from ..errors import first_line
 from ..method import Phase
 from ..tree import Params, Tree
 from . import program
@@ -34,11 +35,6 @@ class TooMany(Exception):
 
 class CannotReplay(Exception):
     """A step that was traced cannot be made a program: the phase goes step by step, from what it was given."""
-
-
-def first_line(error: BaseException) -> str:
-    """An error in one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def say(line: str) -> None:
