@@ -9,8 +9,8 @@ import time
 
 import torch
 
-from fedstill import tree
-from fedstill.edge.model_store import ModelStore
+from fedstill.core import tree
+from fedstill.edge.model_store.store import ModelStore
 
 PER = frozenset({"logits"})
 

@@ -25,8 +25,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fedstill as fs
-from fedstill import models, simulation
-from fedstill.experiment import Training
+from fedstill import models
+from fedstill.run import simulation
+from fedstill.run.experiment import Training
 
 
 class PlainCNN(nn.Module):

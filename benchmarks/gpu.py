@@ -25,10 +25,11 @@ from torch import Tensor, nn
 
 import fedstill as fs
 from fedstill import data as sources
-from fedstill import fleet, models
+from fedstill import models
 from fedstill.data import Dataset
-from fedstill.experiment import Training
-from fedstill.simulation import Simulation, begin, prepare
+from fedstill.run import fleet
+from fedstill.run.experiment import Training
+from fedstill.run.simulation import Simulation, begin, prepare
 
 # model, batch size, samples of a client, local epochs
 WORKLOADS = {"cnn64": ("cnn", 64, 512, 5), "cnn10": ("cnn", 10, 100, 5), "resnet18": ("resnet18", 10, 60, 2)}

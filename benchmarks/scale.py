@@ -27,8 +27,8 @@ import torch
 
 import fedstill as fs
 from fedstill import models
-from fedstill.experiment import Training
-from fedstill.simulation import prepare
+from fedstill.run.experiment import Training
+from fedstill.run.simulation import prepare
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import fedstill as fs
 from fedstill import data as sources
 from fedstill.data import Dataset
-from fedstill.simulation import begin
+from fedstill.run.simulation import begin
 
 WAITING = {"compute and wait": {}, "wait-free, fixed": {"wait_free": "fixed"},
            "wait-free, until download": {"wait_free": "until-download"}}  # fmt: skip

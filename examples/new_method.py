@@ -14,7 +14,7 @@ from typing import ClassVar
 from torch import Tensor
 
 import fedstill as fs
-from fedstill.tree import Params, Tree
+from fedstill.core.tree import Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
-from fedstill import simulation
-from fedstill.edge import stacked
+from fedstill.engine import stacked
+from fedstill.run import simulation
 from fedstill.transport.local import LocalTransport
 
 torch.set_num_threads(1)

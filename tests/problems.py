@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import fedstill as fs
-from fedstill import terms
-from fedstill.batch import Batch
-from fedstill.settings import values_of
-from fedstill.task import Task
-from fedstill.tree import Params
+from fedstill.core import terms
+from fedstill.core.batch import Batch
+from fedstill.core.settings import values_of
+from fedstill.core.task import Task
+from fedstill.core.tree import Params
 
 SIZES = ((13, 5), (7, 3), (1, 2), (10, 4), (5, 1))
 CLASSES = 3

@@ -5,7 +5,7 @@
     run = fs.simulate(fs.PFedSD(lam=0.5, tau=3.0), model=net, data=fed, rounds=3)
     run.personal(0), run.generic(), run.history, print(run.table())
 
-A method is a frozen dataclass with pure hooks (`fedstill.method`); every method in `fedstill.methods` is here by its name.
+A method is a frozen dataclass with pure hooks (`fedstill.core.method`); every method in `fedstill.methods` is here by its name.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from __future__ import annotations
 __version__ = "0.1.0"
 
 from . import methods as _methods
-from . import terms, tree
-from .batch import Batch
+from .core import terms, tree
+from .core.batch import Batch
+from .core.errors import InputError, TrainingError
+from .core.method import Method, Phase
+from .core.settings import setting
+from .core.task import Task
 from .data import Federation
-from .errors import InputError, TrainingError
-from .evaluate import Evaluation
-from .experiment import Experiment, Training
-from .fleet import run_together
-from .method import Method, Phase
 from .methods.apfl import APFL
 from .methods.cd2_pfed import CD2PFed
 from .methods.ditto import Ditto
@@ -47,10 +46,11 @@ from .methods.pfedme import PFedMe
 from .methods.pfedsd import PFedSD
 from .methods.scaffold import SCAFFOLD
 from .methods.spectral import SpectralCoDistillation
-from .result import Run
-from .settings import setting
-from .simulation import resume, run, simulate
-from .task import Task
+from .run.evaluate import Evaluation
+from .run.experiment import Experiment, Training
+from .run.fleet import run_together
+from .run.result import Run
+from .run.simulation import resume, run, simulate
 
 METHODS = _methods.METHODS
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import fedstill as fs
-from fedstill.settings import values_of
+from fedstill.core.settings import values_of
 
 from ..problems import COUNTS, A, B, on_quadratics, point
 

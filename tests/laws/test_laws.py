@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedstill as fs
-from fedstill import simulation, tree, winograd
-from fedstill.edge import fused
-from fedstill.experiment import Training
+from fedstill.core import tree
+from fedstill.engine import fused
+from fedstill.nn.kernels import winograd
+from fedstill.run import simulation
+from fedstill.run.experiment import Training
 
 from ..problems import MODELS, SETTINGS, distance, identical, make, on_quadratics, point, ragged, run, states
 from .table import OPTIMUM, ROWS, Neutral, Row, mean_of_pulls

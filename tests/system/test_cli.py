@@ -12,6 +12,7 @@ from fedstill.cli.show import PARTITIONS
 from fedstill.data.partition import KINDS
 from fedstill.methods import METHODS
 from fedstill.models import MODELS
+from fedstill.run import simulation
 
 TINY = ["--rounds", "2", "--clients", "4", "--epochs", "1"]
 
@@ -147,14 +148,14 @@ def test_compare_all_and_none(capsys) -> None:
 
 
 def test_a_method_that_fails_does_not_stop_the_others(capsys, monkeypatch) -> None:
-    run = fs.simulation.run
+    run = simulation.run
 
     def fragile(experiment, **more):
         if experiment.method.id == "fedavg":
             raise fs.TrainingError("round 1: the training loss is nan")
         return run(experiment, **more)
 
-    monkeypatch.setattr("fedstill.simulation.run", fragile)
+    monkeypatch.setattr(simulation, "run", fragile)
     assert main(["compare", "fedavg", "local", *TINY, "--out", "c"]) == 1
     out, err = capsys.readouterr()
     assert err == "fedstill: fedavg, seed 0: round 1: the training loss is nan\n"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import fedstill as fs
-from fedstill import fleet
 from fedstill.cli import main
-from fedstill.edge import model_store
+from fedstill.edge.model_store import store as model_store
+from fedstill.run import fleet
 
 from .test_cli import metrics, refused
 

@@ -16,8 +16,8 @@ from types import ModuleType
 import pytest
 
 import fedstill as fs
-from fedstill import settings
 from fedstill.cli import main, show, train
+from fedstill.core import settings
 from fedstill.data.partition import parse
 from fedstill.data.split import parse_split
 from fedstill.methods import METHODS

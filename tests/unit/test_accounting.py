@@ -12,12 +12,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fedstill as fs
-from fedstill import accounting, methods, models, simulation
+from fedstill import methods, models
 from fedstill.cli import main
-from fedstill.edge import flops
-from fedstill.edge.flops import Flops
-from fedstill.experiment import Training
+from fedstill.engine import flops
+from fedstill.engine.flops import Flops
 from fedstill.report import costs, published
+from fedstill.run import accounting, simulation
+from fedstill.run.experiment import Training
 from fedstill.transport import wire
 from fedstill.transport.local import LocalTransport
 

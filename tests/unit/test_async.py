@@ -10,12 +10,14 @@ import pytest
 import torch
 
 import fedstill as fs
-from fedstill import fleet, methods, simulation, tree
-from fedstill.edge.trainer import Work
-from fedstill.experiment import Training
-from fedstill.server.asynchrony import Asynchrony
+from fedstill import methods
+from fedstill.core import tree
+from fedstill.engine.trainer import Work
+from fedstill.run import fleet, simulation
+from fedstill.run.experiment import Training
 from fedstill.server.coordinator import epochs
-from fedstill.server.schedule import MERGE
+from fedstill.timing.asynchronous import Asynchrony
+from fedstill.timing.schedule import MERGE
 
 from ..problems import SETTINGS, cut_and_resumed, distance, identical, make, ragged, states
 

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 import fedstill as fs
-from fedstill import simulation, tree
-from fedstill.batch import Batch
-from fedstill.experiment import Training
-from fedstill.task import Site, Task
+from fedstill.core import tree
+from fedstill.core.batch import Batch
+from fedstill.core.task import Site, Task
+from fedstill.run import simulation
+from fedstill.run.experiment import Training
 
 from ..laws.table import OPTIMUM, mean_of_pulls
 from ..problems import CLASSES, SETTINGS, A, B, make, on_quadratics, point, ragged, run

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedstill as fs
-from fedstill import plan, simulation, tree
-from fedstill.batch import Batch
-from fedstill.experiment import Training
-from fedstill.simplex import simplex_minimum
-from fedstill.task import Site, Task
+from fedstill.core import plan, tree
+from fedstill.core.batch import Batch
+from fedstill.core.simplex import simplex_minimum
+from fedstill.core.task import Site, Task
+from fedstill.run import simulation
+from fedstill.run.experiment import Training
 
 from ..problems import SETTINGS, make, on_quadratics, point, ragged, run
 

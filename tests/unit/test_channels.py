@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 import fedstill as fs
-from fedstill import models, simulation, tree
-from fedstill.channels import Mark, follow
-from fedstill.experiment import Training
+from fedstill import models
+from fedstill.core import tree
+from fedstill.nn.channels import Mark, follow
+from fedstill.run import simulation
+from fedstill.run.experiment import Training
 
 from ..problems import SETTINGS, make, ragged
 

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 import fedstill as fs
-from fedstill import clock, plan
-from fedstill.clock import Clock, Devices
+from fedstill.core import plan
+from fedstill.core.plan import Plan
 from fedstill.edge import monitor
 from fedstill.edge.monitor import Policy, SimulatedMonitor, Status, SystemMonitor
-from fedstill.plan import Plan
 from fedstill.server.sampler import SAMPLERS, Memory, sampler
-from fedstill.server.schedule import MERGE, Outcome, Schedule, Trigger, rehearse
+from fedstill.timing import clock
+from fedstill.timing.clock import Clock, Devices
+from fedstill.timing.schedule import MERGE, Outcome, Schedule, Trigger, rehearse
 
 
 def devices(profile: str = "uniform", clients: int = 4, seed: int = 0, **more: float) -> Devices:

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, vmap
 
-from fedstill import convolution
-from fedstill.convolution import GROUPED, OPERATIONS, PRODUCT, Choices, Lowering, Shape, conv2d
+from fedstill.nn.kernels import convolution
+from fedstill.nn.kernels.convolution import GROUPED, OPERATIONS, PRODUCT, Choices, Lowering, Shape, conv2d
 
 N = 3
 SHAPES = [

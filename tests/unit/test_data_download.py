@@ -16,9 +16,9 @@ import threading
 import numpy as np
 import pytest
 
+from fedstill.core.errors import InputError
 from fedstill.data import download, load
 from fedstill.data.download import REMOTES, Remote, fetch, lines
-from fedstill.errors import InputError
 
 
 def md5(raw):

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedstill.core.errors import InputError
 from fedstill.data import Dataset, Federation, load, save_record
 from fedstill.data.split import Split, cut, official_test, parse_split
-from fedstill.errors import InputError
 
 
 def four(n=3, m=2, d=4, dtype=np.float32):

@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
+from fedstill.core.errors import InputError
 from fedstill.data import Federation, load
-from fedstill.errors import InputError
 
 
 def paint(path, value, size=(4, 4), colour=True):

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import fedstill as fs
 from fedstill.data.dataset import Dataset, moments
-from fedstill.edge import data_manager, stacked
+from fedstill.edge import data_manager
 from fedstill.edge.data_manager import DataManager, Samples, _packed
+from fedstill.engine import stacked
 
 from ..problems import identical, states
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from fedstill.core.errors import InputError
 from fedstill.data import Federation, catalogue, load
 from fedstill.data.aesthetics import RATINGS
 from fedstill.data.domainnet import DOMAINS, TEN
-from fedstill.errors import InputError
 
 from .test_data_folders import paint
 from .test_data_mat import house

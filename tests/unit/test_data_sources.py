@@ -10,10 +10,10 @@ import zipfile
 import numpy as np
 import pytest
 
+from fedstill.core.errors import InputError
 from fedstill.data import Dataset, catalogue, load
 from fedstill.data.dataset import moments
 from fedstill.data.source import root_of
-from fedstill.errors import InputError
 
 STEMS = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 

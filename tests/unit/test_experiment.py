@@ -8,7 +8,7 @@ import pytest
 
 import fedstill as fs
 from fedstill import methods
-from fedstill.settings import fields_of
+from fedstill.core.settings import fields_of
 
 
 @pytest.mark.parametrize("name", methods.METHODS)

@@ -5,13 +5,14 @@ from typing import Literal, get_origin
 
 import pytest
 
-from fedstill import flags, settings
+from fedstill.cli import flags
 from fedstill.cli.job import plan
 from fedstill.cli.train import COMPARE, RUN, SHOW
-from fedstill.errors import InputError
-from fedstill.experiment import Experiment
+from fedstill.core import settings
+from fedstill.core.errors import InputError
+from fedstill.core.settings import setting
 from fedstill.methods import METHODS
-from fedstill.settings import setting
+from fedstill.run.experiment import Experiment
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 import fedstill as fs
-from fedstill import fleet, simulation
-from fedstill.batch import Batch
 from fedstill.cli import main
-from fedstill.experiment import Training
-from fedstill.method import Phase
-from fedstill.settings import setting
-from fedstill.task import Task
-from fedstill.tree import Params, Tree
+from fedstill.core.batch import Batch
+from fedstill.core.method import Phase
+from fedstill.core.settings import setting
+from fedstill.core.task import Task
+from fedstill.core.tree import Params, Tree
+from fedstill.run import fleet, simulation
+from fedstill.run.experiment import Training
 
 from ..problems import SETTINGS, distance, identical, make, ragged, states
 

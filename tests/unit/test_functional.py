@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedstill as fs
-from fedstill.functional import Net
+from fedstill.nn.net import Net
 
 from ..problems import make, ragged
 

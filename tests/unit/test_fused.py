@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fedstill as fs
-from fedstill import models, simulation
-from fedstill.edge import fused
-from fedstill.edge.fused import Layer, Perceptron, recognise
-from fedstill.edge.sgd import SGD
-from fedstill.edge.trainer import Bench
-from fedstill.experiment import Training
+from fedstill import models
+from fedstill.engine import fused
+from fedstill.engine.fused import Layer, Perceptron, recognise
+from fedstill.engine.optim import SGD
+from fedstill.engine.trainer import Bench
+from fedstill.run import simulation
+from fedstill.run.experiment import Training
 
 from ..problems import SETTINGS, distance, ragged, states
 

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fedstill as fs
-from fedstill import terms
-from fedstill.batch import Batch
-from fedstill.channels import Channels
-from fedstill.experiment import Training
-from fedstill.simulation import prepare
-from fedstill.task import Site, Task
+from fedstill.core import terms
+from fedstill.core.batch import Batch
+from fedstill.core.task import Site, Task
+from fedstill.nn.channels import Channels
+from fedstill.run.experiment import Training
+from fedstill.run.simulation import prepare
 
 Weights = dict[str, np.ndarray]
 TOLERANCE = 1e-10

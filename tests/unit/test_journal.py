@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import fedstill as fs
-from fedstill import journal, methods
-from fedstill.journal import Journal, write
+from fedstill import methods
+from fedstill.run import journal
+from fedstill.run.journal import Journal, write
 
 from ..problems import cut, identical, states
 

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedstill import tree
-from fedstill.edge import model_store
-from fedstill.edge.model_store import ModelStore
-from fedstill.errors import TrainingError
-from fedstill.journal import Journal
+from fedstill.core import tree
+from fedstill.core.errors import TrainingError
+from fedstill.edge.model_store import store as model_store
+from fedstill.edge.model_store.store import ModelStore
+from fedstill.run.journal import Journal
 
 PER_SAMPLE = frozenset({"logits", "soft"})
 CLIENTS = 6

@@ -5,7 +5,7 @@ import torch
 
 import fedstill as fs
 from fedstill import models
-from fedstill.split import by_head
+from fedstill.nn.split import by_head
 
 
 def parameters(name: str, shape: tuple[int, ...], classes: int) -> int:

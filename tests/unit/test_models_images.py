@@ -15,7 +15,7 @@ from fedstill import models
 from fedstill.models.alexnet import AlexNet
 from fedstill.models.mobilenet import InvertedResidual
 from fedstill.models.resnet import Basic, Bottleneck, ResNet, Zeros
-from fedstill.split import by_head
+from fedstill.nn.split import by_head
 
 from ..problems import distance, states
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import fedstill as fs
-from fedstill.plan import Plan
+from fedstill.core.plan import Plan
 
 from ..problems import SETTINGS, make, ragged
 

@@ -7,14 +7,15 @@ import re
 
 import pytest
 
-from fedstill import papers, settings
+from fedstill import papers
+from fedstill.core import settings
+from fedstill.core.errors import InputError
 from fedstill.data import partition
 from fedstill.data.source import SOURCES
 from fedstill.data.split import parse_split
-from fedstill.errors import InputError
-from fedstill.experiment import Experiment
 from fedstill.methods import METHODS
 from fedstill.models import MODELS, build
+from fedstill.run.experiment import Experiment
 
 PAPERS = {name: papers.load(name) for name in papers.names()}
 SETTINGS = [(name, setting) for name, paper in PAPERS.items() for setting in paper["settings"]]

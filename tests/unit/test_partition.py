@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedstill.core.errors import InputError
 from fedstill.data import Partition, deal, load_record, parse, save_record
 from fedstill.data.draw import apportion, generator, log_gammas, softmax
 from fedstill.data.record import Record, lists_hash
 from fedstill.data.schemes import repair
-from fedstill.errors import InputError
 
 ALPHAS = st.floats(-3, 3).map(lambda e: 10.0**e)
 LABELS = st.integers(2, 300).flatmap(lambda n: st.lists(st.integers(0, 6), min_size=n, max_size=n).map(np.array))

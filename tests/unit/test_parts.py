@@ -12,16 +12,17 @@ import torch
 from torch import nn
 
 import fedstill as fs
-from fedstill import simulation, tree
-from fedstill.batch import Batch
-from fedstill.edge import pool
-from fedstill.edge.model_store import ModelStore
-from fedstill.edge.pool import Pool
-from fedstill.edge.trainer import Bench, Done, Trainer, Work
-from fedstill.experiment import Training
-from fedstill.method import Phase
+from fedstill.core import tree
+from fedstill.core.batch import Batch
+from fedstill.core.method import Phase
+from fedstill.core.tree import Params, Tree
+from fedstill.edge.model_store.store import ModelStore
+from fedstill.engine import pool
+from fedstill.engine.pool import Pool
+from fedstill.engine.trainer import Bench, Done, Trainer, Work
+from fedstill.run import simulation
+from fedstill.run.experiment import Training
 from fedstill.scores import forgetting
-from fedstill.tree import Params, Tree
 
 from ..laws.table import ROWS
 from ..problems import CLASSES, SETTINGS, make, ragged

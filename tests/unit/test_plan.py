@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstill.plan import Plan, bits, key, keys, permutation, tables, tensor_bits, uniform_bits
+from fedstill.core.plan import Plan, bits, key, keys, permutation, tables, tensor_bits, uniform_bits
 
 MASK = (1 << 64) - 1
 

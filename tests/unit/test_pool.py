@@ -18,13 +18,13 @@ import pytest
 import torch
 
 import fedstill as fs
-from fedstill import simulation
-from fedstill.edge import pool
-from fedstill.edge.arena import Arena
-from fedstill.edge.one import One
-from fedstill.edge.pool import Pool
-from fedstill.errors import InputError, TrainingError
-from fedstill.experiment import Training
+from fedstill.core.errors import InputError, TrainingError
+from fedstill.engine import pool
+from fedstill.engine.arena import Arena
+from fedstill.engine.one import One
+from fedstill.engine.pool import Pool
+from fedstill.run import simulation
+from fedstill.run.experiment import Training
 
 from ..problems import SETTINGS, cut, identical, make, ragged, run, states
 

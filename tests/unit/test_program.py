@@ -16,18 +16,20 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 import fedstill as fs
-from fedstill import convolution, simulation, tree
-from fedstill.batch import Batch
-from fedstill.edge import program, stacked
-from fedstill.edge.stacked import Stacked
-from fedstill.edge.stage import Stage, TooMany
-from fedstill.edge.trainer import Work
-from fedstill.experiment import Training
-from fedstill.journal import Journal
-from fedstill.method import Phase
-from fedstill.plan import Plan
-from fedstill.task import Task
-from fedstill.tree import Params, Tree
+from fedstill.core import tree
+from fedstill.core.batch import Batch
+from fedstill.core.method import Phase
+from fedstill.core.plan import Plan
+from fedstill.core.task import Task
+from fedstill.core.tree import Params, Tree
+from fedstill.engine import program, stacked
+from fedstill.engine.stacked import Stacked
+from fedstill.engine.stage import Stage, TooMany
+from fedstill.engine.trainer import Work
+from fedstill.nn.kernels import convolution
+from fedstill.run import simulation
+from fedstill.run.experiment import Training
+from fedstill.run.journal import Journal
 
 from ..problems import SETTINGS, distance, identical, make, ragged, run, states
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import fedstill as fs
-from fedstill.evaluate import Scores, summary
 from fedstill.report import bubbles, figures, text
 from fedstill.report.summary import ours
 from fedstill.report.summary import summary as summarise
-from fedstill.simulation import Run
+from fedstill.run.evaluate import Scores, summary
+from fedstill.run.simulation import Run
 from tests.problems import Plain, ragged
 
 FACTS = text.Facts("digits", 3, "iid", ("0123456789abcdef",), "mlp")

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedstill as fs
-from fedstill import functional, simulation
-from fedstill.experiment import Training
-from fedstill.functional import Net
+from fedstill.nn import net as functional
+from fedstill.nn.net import Net
+from fedstill.run import simulation
+from fedstill.run.experiment import Training
 
 from ..problems import identical, ragged, states
 

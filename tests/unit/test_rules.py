@@ -11,7 +11,7 @@ import torch
 
 import fedstill as fs
 from fedstill.cli import main
-from fedstill.server.rules import Rule
+from fedstill.server.optimizer import Rule
 
 from ..problems import cut_and_resumed, identical, make, run, states
 

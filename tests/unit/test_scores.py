@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 import fedstill as fs
-from fedstill import scores, simulation
+from fedstill import scores
+from fedstill.core.plan import Plan
 from fedstill.data import Dataset
-from fedstill.experiment import Training
-from fedstill.plan import Plan
 from fedstill.report import figures, text
 from fedstill.report.local_work import without_effect, work
+from fedstill.run import simulation
+from fedstill.run.experiment import Training
 from fedstill.scores import ensemble
 from tests.problems import CLASSES, SETTINGS, Plain, distance, identical, make, ragged, run, states
 

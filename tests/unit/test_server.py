@@ -11,12 +11,14 @@ import pytest
 import torch
 
 import fedstill as fs
-from fedstill import simulation, tree
-from fedstill.experiment import Training
+from fedstill.core import tree
+from fedstill.run import simulation
+from fedstill.run.experiment import Training
 from fedstill.server.aggregator import Aggregator
 from fedstill.server.sampler import count
-from fedstill.transport import Order, Reply, wire
+from fedstill.transport import wire
 from fedstill.transport.local import LocalTransport
+from fedstill.transport.messages import Order, Reply
 
 from ..problems import SETTINGS, identical, make, ragged
 

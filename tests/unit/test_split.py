@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import fedstill as fs
-from fedstill.split import by_head, by_type
+from fedstill.nn.split import by_head, by_type
 
 from ..problems import Convolved, Normed
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedstill import terms
-from fedstill.batch import Batch
+from fedstill.core import terms
+from fedstill.core.batch import Batch
 
 CLASSES = 4
 masks = pytest.mark.parametrize(

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 import fedstill as fs
-from fedstill import fleet, methods, simulation, tree
-from fedstill.clock import LATENCY
-from fedstill.experiment import Training
+from fedstill import methods
+from fedstill.core import tree
+from fedstill.run import fleet, simulation
+from fedstill.run.experiment import Training
 from fedstill.server.sampler import SAMPLERS
-from fedstill.server.schedule import MERGE
+from fedstill.timing.clock import LATENCY
+from fedstill.timing.schedule import MERGE
 
 from ..problems import SETTINGS, cut_and_resumed, distance, identical, make, ragged, run, states
 

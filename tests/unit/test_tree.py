@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstill import tree
-from fedstill.tree import Tree
+from fedstill.core import tree
+from fedstill.core.tree import Tree
 
 N = 5
 

@@ -13,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedstill as fs
-from fedstill import fleet, methods, simulation, tree
-from fedstill.clock import Clock, Devices
-from fedstill.edge.trainer import Work
-from fedstill.experiment import Training
-from fedstill.plan import Plan
-from fedstill.server.schedule import MERGE, Schedule, Trigger, rehearse
+from fedstill import methods
+from fedstill.core import tree
+from fedstill.core.plan import Plan
+from fedstill.engine.trainer import Work
+from fedstill.run import fleet, simulation
+from fedstill.run.experiment import Training
+from fedstill.timing.clock import Clock, Devices
+from fedstill.timing.schedule import MERGE, Schedule, Trigger, rehearse
 
 from ..problems import SETTINGS, cut_and_resumed, identical, make, ragged, states
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fedstill as fs
-from fedstill import winograd
-from fedstill.winograd import conv2d, matrices, takes
+from fedstill.nn.kernels import winograd
+from fedstill.nn.kernels.winograd import conv2d, matrices, takes
 
 from ..problems import SETTINGS, distance, identical, states
 

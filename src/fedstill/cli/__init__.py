@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 
 from .. import __version__
-from ..errors import InputError, TrainingError, nearest
+from ..core.errors import InputError, TrainingError, nearest
 from . import costs, show, timeline, train
 
 Command: TypeAlias = Callable[[Sequence[str]], None]

@@ -9,22 +9,24 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import accounting, flags, settings, simulation
-from ..accounting import Cost
+from ..core import settings
+from ..core.errors import InputError, Shown, nearest
+from ..core.method import Method
+from ..core.settings import setting
 from ..data import Federation
 from ..data.federation import Client
-from ..edge.flops import Only
-from ..errors import InputError, Shown, nearest
-from ..experiment import Experiment
-from ..method import Method
+from ..engine.flops import Only
 from ..methods import METHODS, get
 from ..report import published
 from ..report.costs import NONE, scaled
 from ..report.text import Facts, aligned, facts_line
+from ..run import accounting, simulation
+from ..run.accounting import Cost
+from ..run.experiment import Experiment
+from ..run.simulation import Progress
 from ..server.coordinator import Record
 from ..server.traffic import SPLIT
-from ..settings import setting
-from ..simulation import Progress
+from . import flags
 from .job import plan
 from .live import watch
 from .screen import say

@@ -8,18 +8,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .. import flags, fleet, settings, simulation
+from ..core import settings
+from ..core.errors import InputError, Shown, TrainingError
+from ..core.method import Method
 from ..data import Federation
-from ..errors import InputError, Shown, TrainingError
-from ..experiment import Experiment
-from ..method import Method
 from ..methods import METHODS
 from ..report.local_work import without_effect
 from ..report.text import Facts
-from ..result import Run
+from ..run import fleet, simulation
+from ..run.experiment import Experiment
+from ..run.result import Run
+from ..run.simulation import Progress
 from ..server.sampler import BY_PLAN
-from ..simulation import Progress
-from . import keep
+from . import flags, keep
 from .live import Watch, watch
 from .screen import results, say
 

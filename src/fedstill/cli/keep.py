@@ -10,13 +10,13 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..errors import InputError
-from ..experiment import Experiment
-from ..journal import Journal, write
+from ..core.errors import InputError
 from ..report import figures
 from ..report.summary import ours, summary
 from ..report.text import Facts
-from ..result import Run
+from ..run.experiment import Experiment
+from ..run.journal import Journal, write
+from ..run.result import Run
 
 SUMMARY, FIGURE, RUN = "summary.json", "figure.png", "experiment.toml"
 DEMO = "demo"  # the command that may replace what it made

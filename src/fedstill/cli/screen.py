@@ -12,7 +12,7 @@ from ..report.text import Facts, columns, notes, rows, table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..result import Run
+    from ..run.result import Run
 
 
 def console() -> Console | None:

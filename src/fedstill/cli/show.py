@@ -8,18 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import flags, settings, simulation
 from .. import models as model_registry
+from ..core import settings
+from ..core.errors import InputError, nearest
+from ..core.method import Method
 from ..data import catalogue
 from ..data.download import REMOTES
 from ..data.source import root_of
-from ..errors import InputError, nearest
-from ..experiment import Experiment
-from ..method import Method
 from ..methods import METHODS, get
 from ..report import figures
 from ..report.text import partition_of
-from . import screen
+from ..run import simulation
+from ..run.experiment import Experiment
+from . import flags, screen
 from .screen import say
 
 PARTITIONS = {

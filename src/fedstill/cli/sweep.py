@@ -7,9 +7,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
-from .. import flags, settings
-from ..errors import InputError, nearest
-from ..experiment import Experiment
+from ..core import settings
+from ..core.errors import InputError, nearest
+from ..run.experiment import Experiment
+from . import flags
 from .job import SWEEP, Job, plan
 
 GROUPS = ("local training", "server")  # of the experiment's fields, these may be swept beside the method's own

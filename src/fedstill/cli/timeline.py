@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import flags
-from ..errors import InputError, Shown
-from ..journal import Journal
+from ..core.errors import InputError, Shown
 from ..report import figures
 from ..report import timeline as report
-from . import keep
+from ..run.journal import Journal
+from . import flags, keep
 from .screen import say
 from .show import picture
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import flags, simulation
-from ..errors import InputError, Shown, nearest
-from ..experiment import Experiment
+from ..core.errors import InputError, Shown, nearest
 from ..methods import METHODS, get
 from ..report.text import Facts
-from . import keep
+from ..run import simulation
+from ..run.experiment import Experiment
+from . import flags, keep
 from .job import SWEEP, execute, plan, stoppable
 from .live import watch
 from .screen import results, say

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import InputError, Shown
+from ..core.errors import InputError, Shown
 from .dataset import Dataset, dataset
 from .draw import generator
 from .files import content, wrong

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import InputError, Shown
+from ..core.errors import InputError, Shown
 from .dataset import Array, targets
 
 

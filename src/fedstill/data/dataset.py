@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..errors import InputError, Shown
+from ..core.errors import InputError, Shown
 
 Array = NDArray[Any]
 Ints = NDArray[np.int64]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import InputError
+from ..core.errors import InputError
 from .dataset import Dataset, dataset
 from .files import content, wrong
 from .images import choose, decode, inside

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import InputError
+from ..core.errors import InputError
 
 Progress = Callable[[str, int, int | None], None]  # file name, bytes so far, bytes in all (where the server says)
 

@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 
-from ..errors import InputError
+from ..core.errors import InputError
 from .dataset import Floats, Ints
 
 

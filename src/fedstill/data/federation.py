@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ..errors import InputError
+from ..core.errors import InputError
 from .arrays import check_same, read_labels, read_samples
 from .dataset import Dataset, Ints
 from .partition import Partition, deal, parse

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..errors import InputError, nearest
+from ..core.errors import InputError, nearest
 from .dataset import Array, Dataset, Ints, dataset
 from .files import wrong
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InputError
+from ..core.errors import InputError
 from .dataset import Dataset, dataset
 from .files import wrong
 from .images import choose, decode, inside

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InputError, Shown
+from ..core.errors import InputError, Shown
 from .dataset import Array, Dataset, Ints, dataset, samples, targets
 from .files import content, wrong
 

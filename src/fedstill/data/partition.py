@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import InputError, Shown, nearest
+from ..core.errors import InputError, Shown, nearest
 from . import schemes
 from .dataset import Ints, targets
 from .record import load_record

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import InputError, Shown
+from ..core.errors import InputError, Shown
 from .dataset import Array, Dataset, dataset, samples, targets
 from .files import npz, split_arrays, wrong
 

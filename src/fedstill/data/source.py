@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import InputError, nearest
+from ..core.errors import InputError, nearest
 from . import download
 from .aesthetics import RATINGS, flickr_set, realcur_set
 from .dataset import Dataset

@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from ..errors import InputError
+from ..core.errors import InputError
 from .dataset import Dataset, dataset
 from .draw import generator
 

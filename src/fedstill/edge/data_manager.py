@@ -9,9 +9,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from ..core.device import put
+from ..core.errors import InputError
 from ..data.federation import Federation
-from ..device import put
-from ..errors import InputError
 
 
 @dataclass(frozen=True, eq=False)

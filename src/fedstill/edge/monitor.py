@@ -12,8 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from .. import plan
-from ..clock import LEVELS, Clock
+from ..core import plan
+from ..timing.clock import LEVELS, Clock
 
 
 @dataclass(frozen=True)

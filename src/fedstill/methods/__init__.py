@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from ..errors import InputError, nearest
-from ..method import Method
+from ..core.errors import InputError, nearest
+from ..core.method import Method
 
 
 def _collect() -> dict[str, type[Method]]:

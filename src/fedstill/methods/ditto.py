@@ -20,12 +20,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import terms, tree
-from ..batch import Batch
-from ..method import Phase
-from ..settings import setting
-from ..task import Task
-from ..tree import Params, Tree
+from ..core import terms, tree
+from ..core.batch import Batch
+from ..core.method import Phase
+from ..core.settings import setting
+from ..core.task import Task
+from ..core.tree import Params, Tree
 from .fedavg import FedAvg
 
 

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from .. import tree
-from ..method import Method
-from ..settings import setting
-from ..task import Task
-from ..tree import Tree
+from ..core import tree
+from ..core.method import Method
+from ..core.settings import setting
+from ..core.task import Task
+from ..core.tree import Tree
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..server.rules import Rule
-from ..settings import setting
-from ..task import Task
-from ..tree import Params, Tree
+from ..core.settings import setting
+from ..core.task import Task
+from ..core.tree import Params, Tree
+from ..server.optimizer import Rule
 from .fedavg import FedAvg
 
 

@@ -22,12 +22,12 @@ from typing import ClassVar, Literal
 
 import torch
 
-from .. import tree
-from ..method import Phase
-from ..settings import setting
-from ..split import pick
-from ..task import Task
-from ..tree import Params, Tree
+from ..core import tree
+from ..core.method import Phase
+from ..core.settings import setting
+from ..core.task import Task
+from ..core.tree import Params, Tree
+from ..nn.split import pick
 from .fedavg import FedAvg
 
 

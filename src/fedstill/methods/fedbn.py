@@ -18,10 +18,10 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
-from ..settings import setting
-from ..split import by_type, pick
-from ..task import Task
-from ..tree import Params, Tree
+from ..core.settings import setting
+from ..core.task import Task
+from ..core.tree import Params, Tree
+from ..nn.split import by_type, pick
 from .fedavg import FedAvg
 
 

@@ -23,13 +23,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from .. import terms, tree
-from ..batch import Batch
-from ..method import Phase
-from ..settings import setting
-from ..split import by_type, pick
-from ..task import Task
-from ..tree import Params, Tree
+from ..core import terms, tree
+from ..core.batch import Batch
+from ..core.method import Phase
+from ..core.settings import setting
+from ..core.task import Task
+from ..core.tree import Params, Tree
+from ..nn.split import by_type, pick
 from .fedavg import FedAvg
 
 

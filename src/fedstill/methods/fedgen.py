@@ -29,11 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vmap
 
-from .. import terms, tree
-from ..batch import Batch
-from ..settings import setting
-from ..task import Task
-from ..tree import Params, Tree
+from ..core import terms, tree
+from ..core.batch import Batch
+from ..core.settings import setting
+from ..core.task import Task
+from ..core.tree import Params, Tree
 from .fedavg import FedAvg
 
 LABELS, RADIUS, ANGLE = 1, 2, 3  # which draw from a key

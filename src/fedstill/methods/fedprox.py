@@ -15,11 +15,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from .. import terms
-from ..batch import Batch
-from ..settings import setting
-from ..task import Task
-from ..tree import Params, Tree
+from ..core import terms
+from ..core.batch import Batch
+from ..core.settings import setting
+from ..core.task import Task
+from ..core.tree import Params, Tree
 from .fedavg import FedAvg
 
 

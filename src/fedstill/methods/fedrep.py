@@ -16,10 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..method import Phase
-from ..settings import setting
-from ..task import Task
-from ..tree import Params, Tree
+from ..core.method import Phase
+from ..core.settings import setting
+from ..core.task import Task
+from ..core.tree import Params, Tree
 from .fedavg import FedAvg
 
 

@@ -28,12 +28,12 @@ from typing import ClassVar
 
 import torch
 
-from .. import tree
-from ..errors import InputError
-from ..method import Method, Phase
-from ..settings import setting
-from ..task import Task
-from ..tree import Params, Tree
+from ..core import tree
+from ..core.errors import InputError
+from ..core.method import Method, Phase
+from ..core.settings import setting
+from ..core.task import Task
+from ..core.tree import Params, Tree
 
 LOCAL, TOGETHER = 1, 2  # what a coin is for
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..method import Method
-from ..task import Task
-from ..tree import Params, Tree
+from ..core.method import Method
+from ..core.task import Task
+from ..core.tree import Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)

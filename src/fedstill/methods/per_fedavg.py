@@ -25,12 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import tree
-from ..batch import Batch
-from ..method import Phase
-from ..settings import setting
-from ..task import Task
-from ..tree import Params, Tree
+from ..core import tree
+from ..core.batch import Batch
+from ..core.method import Phase
+from ..core.settings import setting
+from ..core.task import Task
+from ..core.tree import Params, Tree
 from .fedavg import FedAvg
 
 INNER, HESSIAN = 1, 2  # which draw from a step's key

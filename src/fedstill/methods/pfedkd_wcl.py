@@ -24,11 +24,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from .. import terms, tree
-from ..batch import Batch
-from ..settings import setting
-from ..task import Task
-from ..tree import Params, Tree
+from ..core import terms, tree
+from ..core.batch import Batch
+from ..core.settings import setting
+from ..core.task import Task
+from ..core.tree import Params, Tree
 from .fedavg import FedAvg
 
 

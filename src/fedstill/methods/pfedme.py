@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value
 
-from .. import tree
-from ..batch import Batch
-from ..method import Phase
-from ..settings import setting
-from ..task import Task
-from ..tree import Params, Tree
+from ..core import tree
+from ..core.batch import Batch
+from ..core.method import Phase
+from ..core.settings import setting
+from ..core.task import Task
+from ..core.tree import Params, Tree
 from .fedavg import FedAvg
 
 

@@ -26,12 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import terms, tree
-from ..batch import Batch
-from ..errors import InputError
-from ..settings import setting
-from ..task import Task
-from ..tree import Params, Tree
+from ..core import terms, tree
+from ..core.batch import Batch
+from ..core.errors import InputError
+from ..core.settings import setting
+from ..core.task import Task
+from ..core.tree import Params, Tree
 from .fedavg import FedAvg
 
 

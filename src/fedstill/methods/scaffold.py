@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from .. import tree
-from ..method import Phase
-from ..settings import setting
-from ..task import Task
-from ..tree import Params, Tree
+from ..core import tree
+from ..core.method import Phase
+from ..core.settings import setting
+from ..core.task import Task
+from ..core.tree import Params, Tree
 from .fedavg import FedAvg
 
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from ..errors import InputError, nearest
+from ..core.errors import InputError, nearest
 from .alexnet import AlexNet
 from .cnn import CNN, LeNet5
 from .digits import DigitsCNN

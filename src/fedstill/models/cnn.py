@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import InputError, Shown
+from ..core.errors import InputError, Shown
 
 
 class CNN(nn.Module):

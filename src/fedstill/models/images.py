@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..errors import InputError, Shown
+from ..core.errors import InputError, Shown
 
 SMALL = 64  # up to this many pixels a network keeps its first layers at full resolution, as the CIFAR variants do
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import InputError, Shown
+from ..core.errors import InputError, Shown
 
 
 class MLR(nn.Module):

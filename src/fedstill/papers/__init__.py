@@ -20,7 +20,7 @@ from fnmatch import fnmatchcase
 from importlib import resources
 from typing import Any
 
-from ..errors import InputError, nearest
+from ..core.errors import InputError, nearest
 
 ABOUT = ("note", "unstated")  # of a setting: what is no field of Experiment
 BESIDE = ("id", "note", "tried", "experiment", "on")  # of a method's table: what is no field of the method

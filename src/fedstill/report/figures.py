@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..evaluate import Evaluation
+from ..run.evaluate import Evaluation
 from .bubbles import Counts
 from .text import UNKNOWN, Facts, facts_line, scored
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ..result import Run
+    from ..run.result import Run
 
 MISSING = "pip install 'fedstill[figures]' draws pictures (matplotlib is not installed)"
 # Okabe & Ito's colours, which readers with any colour vision can tell apart; yellow left out: too pale for a line

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..experiment import Training
-from ..method import Method, Phase
-from ..task import Task
+from ..core.method import Method, Phase
+from ..core.task import Task
+from ..run.experiment import Training
 
 if TYPE_CHECKING:
-    from ..result import Run
+    from ..run.result import Run
 
 
 FEW = 6  # methods up to which all are named

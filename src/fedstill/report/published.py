@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..experiment import Experiment
+from ..run.experiment import Experiment
 from .costs import NONE
 
 MODEL, SHAPE, CLASSES = "cnn-cifar100", (3, 32, 32), 100

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .. import scores, settings
-from ..evaluate import Evaluation
+from .. import scores
+from ..core import settings
+from ..run.evaluate import Evaluation
 from .text import GENERIC, Facts, Stat, rows, scored, seconds, stat_of
 
 if TYPE_CHECKING:
-    from ..experiment import Experiment
-    from ..result import Run
+    from ..run.experiment import Experiment
+    from ..run.result import Run
 
 FORMAT = 1
 

@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import scores, settings
-from ..evaluate import Evaluation
-from ..server.asynchrony import Asynchrony
-from ..server.rules import Rule
+from .. import scores
+from ..core import settings
+from ..run.evaluate import Evaluation
+from ..server.optimizer import Rule
 from ..server.sampler import count
+from ..timing.asynchronous import Asynchrony
 from . import costs
 from .costs import NONE
 from .local_work import work_lines
 
 if TYPE_CHECKING:
     from ..data import Federation
-    from ..experiment import Experiment
-    from ..result import Run
+    from ..run.experiment import Experiment
+    from ..run.result import Run
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..data.federation import Pair
-from ..experiment import Training
+from ..run.experiment import Training
 from .ensemble import averaged, new, on_external
 from .external import Samples, with_external
 from .forgetting import Forgetting, Watching
 from .further import fine_tuned, joined, newcomers
 
 if TYPE_CHECKING:
-    from ..result import Run
+    from ..run.result import Run
 
 __all__ = [
     "Forgetting",

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from .. import tree
+from ..core import tree
+from ..core.errors import InputError
+from ..core.task import CHUNK
+from ..core.tree import Params
 from ..data.federation import Pair
-from ..errors import InputError
-from ..task import CHUNK
-from ..tree import Params
 
 if TYPE_CHECKING:
-    from ..result import Run
+    from ..run.result import Run
 
 VOTES = 1 << 22  # samples × classes of one block
 STACK = 8  # models in one pass of the stacked engine

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..core.errors import InputError, Shown
 from ..data import Dataset, Federation, load
 from ..data.arrays import read_labels, read_samples
 from ..data.federation import Pair
-from ..errors import InputError, Shown
-from ..experiment import Experiment
+from ..run.experiment import Experiment
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from ..edge.controller import Controller
-from ..edge.model_store import ModelStore
-from ..edge.trainer import Trainer, Work
-from ..method import Method
-from ..task import Task
-from ..transport import Order, Reply
-from ..tree import Params, Tree
+from ..core.method import Method
+from ..core.task import Task
+from ..core.tree import Params, Tree
+from ..edge.edge import Controller
+from ..edge.model_store.store import ModelStore
+from ..engine.trainer import Trainer, Work
+from ..transport.messages import Order, Reply
 
 TRAINED = "fedstill:trained"  # in an upload on its way from the engine to the controller; it never leaves the client
 

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from ..batch import Batch
-from ..edge.trainer import Trainer, Work
-from ..errors import InputError, TrainingError
-from ..evaluate import worst_tenth
-from ..method import Method, Phase
-from ..plan import Plan, key, permutation
+from ..core.batch import Batch
+from ..core.errors import InputError, TrainingError
+from ..core.method import Method, Phase
+from ..core.plan import Plan, key, permutation
+from ..core.task import Task
+from ..core.tree import Params
+from ..engine.trainer import Trainer, Work
+from ..run.evaluate import worst_tenth
 from ..server.sampler import count
-from ..task import Task
-from ..tree import Params
 
 if TYPE_CHECKING:
-    from ..result import Run
+    from ..run.result import Run
 
 Part: TypeAlias = Literal["head", "all"]
 JOIN = 5  # what the draw is for; plan.py has 1 to 4

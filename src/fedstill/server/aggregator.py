@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import TrainingError
-from ..method import Method
-from ..task import Task
-from ..transport import Order, Reply, Transport
-from ..tree import Tree
-from .rules import Rule
+from ..core.errors import TrainingError
+from ..core.method import Method
+from ..core.task import Task
+from ..core.tree import Tree
+from ..transport.messages import Order, Reply, Transport
+from .optimizer import Rule
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,17 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from ..evaluate import Scores, summary
-from ..method import Method
-from ..plan import Plan
-from ..task import Task
-from ..transport import Order, Reply, Transport
-from ..tree import Tree
+from ..core.method import Method
+from ..core.plan import Plan
+from ..core.task import Task
+from ..core.tree import Tree
+from ..run.evaluate import Scores, summary
+from ..timing.flight import Flight
+from ..timing.schedule import Schedule
+from ..timing.wait_free import Background
+from ..transport.messages import Order, Reply, Transport
 from .aggregator import Aggregator
-from .background import Background
-from .flight import Flight
 from .sampler import Memory, Sampler, uniform
-from .schedule import Schedule
 from .traffic import each, split, traffic
 
 Record: TypeAlias = dict[str, Any]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..transport import Order, Reply
-from ..tree import Tree
+from ..core.tree import Tree
+from ..transport.messages import Order, Reply
 
 SPLIT = ("communication", "client", "server")  # where a round's time goes
 

@@ -6,9 +6,10 @@ import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 
-from .. import tree
-from ..edge.controller import Controller
-from . import Order, Reply, wire
+from ..core import tree
+from ..edge.edge import Controller
+from . import wire
+from .messages import Order, Reply
 
 
 class LocalTransport:

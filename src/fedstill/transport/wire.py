@@ -7,9 +7,9 @@ import json
 import struct
 from typing import Any, TypeVar
 
-from .. import tree
-from ..tree import Tree
-from . import Order, Reply
+from ..core import tree
+from ..core.tree import Tree
+from .messages import Order, Reply
 
 Message = TypeVar("Message", Order, Reply)
 _TREES = {Order: ("down", "generic"), Reply: ("up",)}

@@ -1,0 +1,239 @@
+"""What a method may know: the model as functions, the numbers that define local work, and the client's own data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad, grad_and_value, vmap
+
+from ..nn.channels import Channels
+from ..nn.net import Net
+from ..nn.split import Split, pick
+from . import plan
+from .batch import Batch
+from .errors import InputError, Shown
+from .tree import Params
+
+SAMPLES = 16  # per pass where each sample has a gradient of its own
+CHUNK = 512  # samples per forward pass where no gradient is needed; the result does not depend on it
+
+
+@dataclass(frozen=True)
+class Site:
+    """One client's own training data, and how much work it does this round. Under `vmap` these are that client's slices."""
+
+    x: Any  # all training samples of the client, or of the stack's clients one after another; x[rows] gives a tensor
+    y: Tensor
+    index: Tensor  # which rows of x are this client's (padded at the end)
+    samples: Tensor  # how many there are
+    steps: Tensor  # how many SGD steps the method's phases take this round
+
+
+@dataclass(frozen=True)
+class Task:
+    """The setting of local work, handed to every hook of a method. `round` counts from 1; `site` is set at a client."""
+
+    net: Net
+    split: Split | None
+    clients: int
+    rounds: int
+    epochs: int
+    lr: float
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+    round: int = 0
+    site: Site | None = None
+    seed: int = 0
+
+    def logits(self, params: Params, batch: Batch) -> Tensor:
+        """The model's output in training: dropout on, BatchNorm over the batch (its running statistics move)."""
+        return self.net(params, batch.x, train=True, key=batch.key, mask=batch.mask)
+
+    def gated_logits(self, params: Params, batch: Batch, gates: Mapping[str, Tensor]) -> Tensor:
+        """Training output with some modules' inputs multiplied by gates; BatchNorm's running statistics do not move."""
+        copies = {name: params[name].clone() for name in self.net.buffers}
+        return self.net({**params, **copies}, batch.x, train=True, key=batch.key, mask=batch.mask, gates=gates)
+
+    @property
+    def channels(self) -> Channels:
+        """The model's layers by channel, followed once; a model that cannot be followed is refused by name."""
+        return self.net.channels()
+
+    def predict(self, params: Params, x: Tensor) -> Tensor:
+        """The model's output in evaluation, no gradient, in chunks."""
+        with torch.no_grad():
+            params = {name: self.net.fast_layout(value) for name, value in params.items()}
+            return torch.cat([self.net(params, part, train=False) for part in torch.split(x, CHUNK)])
+
+    def local_logits(self, params: Params) -> Tensor:
+        """Evaluation output for every one of the client's own training samples; `batch.index` looks them up."""
+        site = self.here()
+        with torch.no_grad():
+            params = {name: self.net.fast_layout(value) for name, value in params.items()}
+            return torch.cat([self.net(params, site.x[rows], train=False) for rows in torch.split(site.index, CHUNK)])
+
+    def features(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Training output, and the head's input flattened: (logits, features)."""
+        taps = {name: batch.x for name in self.need_split().modules}
+        logits = self.net(params, batch.x, train=True, key=batch.key, mask=batch.mask, taps=taps)
+        return logits, taps[self.need_split().modules[0]].flatten(1)
+
+    def head_logits(self, params: Params, features: Tensor, batch: Batch | None = None) -> Tensor:
+        """The head's output for given (flattened) features; `params` needs the head's entries.
+
+        In training mode with a batch's key and mask; without a batch in evaluation mode.
+        """
+        modules, train = self.need_split().modules, batch is not None
+        key = torch.zeros((), dtype=torch.int64, device=features.device) if batch is None else batch.key
+        mask = None if batch is None else batch.mask
+        return self.net.head(modules, params, features, train=train, key=key, mask=mask)
+
+    def feature_size(self) -> int:
+        """How many numbers the head's input has for a sample."""
+        first = self.need_split().modules[0]
+        taps = {first: self.net._example}
+        with torch.no_grad():
+            self.net(self.net.initial(), self.net._example, train=False, taps=taps)
+        return taps[first].flatten(1).shape[1]
+
+    def local_features(self, params: Params) -> Tensor:
+        """The head's input in evaluation, for every one of the client's own training samples."""
+        site, first = self.here(), self.need_split().modules[0]
+        parts = []
+        with torch.no_grad():
+            params = {name: self.net.fast_layout(value) for name, value in params.items()}
+            for rows in torch.split(site.index, CHUNK):
+                taps = {first: site.y}
+                self.net(params, site.x[rows], train=False, taps=taps)
+                parts.append(taps[first].flatten(1))
+        return torch.cat(parts)
+
+    def local_gradient(self, value: Callable[[Params, Batch], Tensor], params: Params, squared: bool = False) -> Params:
+        """The mean over the client's own training samples of ∇value, or of its square sample by sample (a Fisher diagonal).
+
+        `value(params, batch)` gives one number a sample; the gradient is by the trainable parameters.
+        """
+        site = self.here()
+        rest = {name: params[name] for name in params if name not in self.net.parameters}
+        device = site.y.device
+        real = (torch.arange(len(site.index), device=device) < site.samples).to(self.net.dtype)
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+
+        def at(weights: Params, x: Tensor, y: Tensor, index: Tensor, keep: Tensor) -> Tensor:
+            batch = Batch(x, y, index, zero, keep)
+            return (value({**rest, **weights}, batch) * keep).sum()
+
+        total = {name: torch.zeros_like(params[name]) for name in self.net.parameters}
+        positions = torch.arange(len(site.index), device=device)
+        for where in torch.split(positions, SAMPLES if squared else CHUNK):
+            rows = site.index[where]
+            given = (site.x[rows], site.y[rows], where, real[where])
+            if squared:
+                each = vmap(grad(at), in_dims=(None, 0, 0, 0, 0))
+                grads = each(self.trainable(params), *(part.unsqueeze(1) for part in given))
+                grads = {name: g.square().sum(0) for name, g in grads.items()}
+            else:
+                grads = grad(at)(self.trainable(params), *given)
+            total = {name: total[name] + grads[name] for name in total}
+        return {name: value / site.samples for name, value in total.items()}
+
+    def membership(self) -> Tensor:
+        """For each of the client's own training samples a row with 1 at its class and 0 elsewhere; padding has zeros alone."""
+        site = self.here()
+        real = torch.arange(len(site.index), device=site.y.device) < site.samples
+        classes = torch.arange(self.net.outputs, device=site.y.device)
+        return ((site.y[site.index].unsqueeze(1) == classes) & real.unsqueeze(1)).to(self.net.dtype)
+
+    # ---- for steps that need more than one gradient ------------------------------------------------------------------
+    def gradient(
+        self, loss: Callable[[Params, Batch], Tensor], params: Params, batch: Batch
+    ) -> tuple[Params, Tensor, Params]:
+        """∇loss by the trainable parameters, the loss, and the buffers as the pass leaves them; `params` is not changed."""
+        rest = {name: params[name].detach() for name in self.net.buffers}
+
+        def at(weights: Params, rest: Params) -> tuple[Tensor, Params]:
+            state = {**{name: value.clone() for name, value in rest.items()}, **weights}
+            return loss(state, batch), {name: state[name] for name in rest}
+
+        weights = {name: value.detach() for name, value in self.trainable(params).items()}
+        grads, (value, buffers) = grad_and_value(at, has_aux=True)(weights, rest)
+        return grads, value, buffers
+
+    def descend(self, weights: Params, grads: Params, momentum: Params) -> tuple[Params, Params]:
+        """One step of the experiment's SGD: the new weights and momentum (an empty tree where it has none)."""
+        if self.weight_decay:
+            grads = {n: torch.add(g, weights[n], alpha=self.weight_decay) for n, g in grads.items()}
+        if self.momentum:
+            momentum = {n: self.momentum * momentum[n] + g for n, g in grads.items()}
+            ahead = {n: torch.add(g, momentum[n], alpha=self.momentum) for n, g in grads.items()}
+            grads = ahead if self.nesterov else momentum
+        return {n: torch.add(w, grads[n], alpha=-self.lr) for n, w in weights.items()}, momentum
+
+    # ---- randomness --------------------------------------------------------------------------------------------------
+    def uniform(self, *words: int) -> float:
+        """A number in [0, 1) from the seed, the round and these words: whoever asks, server or client, draws the same."""
+        return (plan.key(self.seed, plan.METHOD, self.round, *words) >> 11) / 2**53
+
+    def key(self, *words: int) -> Tensor:
+        """A key for `uniforms` from the seed, the round and these words."""
+        number = plan.key(self.seed, plan.METHOD, self.round, *words) >> 33
+        return torch.tensor(number, dtype=torch.int64, device=self.net.device)
+
+    def permutation(self, n: int, *words: int) -> list[int]:
+        """A random order of 0 … n−1 from the seed, the round and these words."""
+        return [int(i) for i in plan.permutation(plan.key(self.seed, plan.METHOD, self.round, *words), n)]
+
+    def uniforms(self, key: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
+        """Numbers in (0, 1) from a key, such as a batch's; `stream` tells draws from one key apart.
+
+        Rows do not depend on how many there are, so padding a batch changes none of them.
+        """
+        bits = plan.uniform_bits(key, plan.DRAWS + stream, shape)
+        return ((bits.double() + 0.5) / 2**32).to(self.net.dtype)
+
+    def redraw(self, batch: Batch, stream: int) -> Batch:
+        """As many of the client's own samples again, drawn without replacement from the batch's key."""
+        site, device = self.here(), batch.y.device
+        ranks = plan.uniform_bits(batch.key, plan.DRAWS + stream, (len(site.index),))
+        real = torch.arange(len(site.index), device=device) < site.samples
+        index = torch.where(real, ranks, 1 << 32).argsort(stable=True)[: len(batch.y)]
+        rows, key = site.index[index], plan.uniform_bits(batch.key, 2 * plan.DRAWS + stream, ()) >> 1
+        return Batch(site.x[rows], site.y[rows], index, key, batch.mask)
+
+    def trainable(self, params: Params) -> Params:
+        """The parameters that training may move, without buffers."""
+        return {name: params[name] for name in self.net.parameters}
+
+    def head(self, params: Params) -> Params:
+        """The head's part of a state."""
+        return pick(params, self.need_split().head)
+
+    def body(self, params: Params) -> Params:
+        """The body's part of a state."""
+        return pick(params, self.need_split().body)
+
+    def head_modules(self) -> tuple[str, ...]:
+        """The names of the head's modules; empty where the model has none."""
+        return () if self.split is None else self.split.modules
+
+    def need_split(self) -> Split:
+        """The split into head and body, or a clear refusal."""
+        if self.split is None:
+            modules = [name for name, _ in self.net.module.named_modules() if name]
+            raise InputError(
+                "head",
+                Shown("(none)"),
+                f"named, since the model does not name its head: one or more of {', '.join(modules)}",
+            )
+        return self.split
+
+    def here(self) -> Site:
+        """The client's own data; only hooks that run at a client may ask."""
+        if self.site is None:
+            raise RuntimeError("this hook runs at the server, which has no client data")
+        return self.site

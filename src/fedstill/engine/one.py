@@ -1,0 +1,162 @@
+"""The engine `one`: each client in turn, no padding, updates in place. Fast on a CPU, and the oracle for `stacked`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, autograd
+
+from ..core import tree
+from ..core.batch import Batch
+from ..core.device import put
+from ..core.method import Method, Phase
+from ..core.task import Task
+from ..core.tree import Params, Tree
+from .fused import Perceptron
+from .malloc import keep_freed_memory
+from .trainer import SMALL, Bench, Done, Work, given
+
+
+class One:
+    """Clients one after another; with `single` on one thread, so that a worker of a pool gives the same bits."""
+
+    def __init__(self, perceptron: Perceptron | None = None, single: bool = False) -> None:
+        """`perceptron` is the model's own loop, where it has one."""
+        self.perceptron, self.single = perceptron, single
+
+    def train(self, bench: Bench, round: int, works: Sequence[Work]) -> Iterator[Done]:
+        """Train every client; results in the order of `works`."""
+        keep_freed_memory()
+        with self.threads(bench), torch.enable_grad():
+            for work in works:
+                yield _train(bench, round, work, self.perceptron)
+
+    def score(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[int]:
+        """How many of each client's samples its model gets right."""
+        hits = []
+        with self.threads(bench):
+            for client, params in models:
+                x, y = bench.data.part(part).of(client)
+                hits.append((bench.task.predict(params, x).argmax(-1) == y).sum())
+        return [int(h) for h in torch.stack(hits).tolist()] if hits else []
+
+    def threads(self, bench: Bench) -> contextlib.AbstractContextManager[None]:
+        """One thread where that is asked for, and while steps are so small that a second costs more than it saves."""
+        net = bench.task.net
+        small = not net.has_convolution and net.size * bench.plan.batch_size < SMALL
+        return threads(1 if net.device.type == "cpu" and (self.single or small) else torch.get_num_threads())
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Within, torch works with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _train(bench: Bench, round: int, work: Work, perceptron: Perceptron | None) -> Done:
+    method, task = bench.method, bench.home(round, work.client)
+    phases = [(phase, bench.length(work, epochs)) for _, phase, epochs in bench.part(work.part, round)]
+    steps = sum(count for _, count in phases)
+    x, y = task.here().x, task.here().y
+    memory = tree.fit_rows(work.memory, method.per_sample, len(y))
+    local = work.local if work.part == "idle" else {}
+    if not local:
+        with torch.no_grad():
+            local = method.begin(task, work.down, memory)
+    total = torch.zeros((), dtype=x.dtype, device=x.device)
+    for phase, count in phases:
+        local = run_phase(bench, task, round, work.client, local, phase, count, total, perceptron)
+    with torch.no_grad():
+        up, kept = method.finish(task, work.down, memory, local)
+    up, kept, local = given(work.part, up, kept, local)
+    return Done(work.client, up, kept, float(total) / max(1, steps), steps, len(y), local=local)
+
+
+def run_phase(
+    bench: Bench,
+    task: Task,
+    round: int,
+    client: int,
+    local: Tree,
+    phase: Phase,
+    steps: int,
+    total: Tensor,
+    perceptron: Perceptron | None,
+) -> Tree:
+    """So many steps of one phase of one client; adds every step's loss to `total`."""
+    method, net = bench.method, task.net
+    if method.step is not None:
+        for batch in _batches(bench, round, client, steps):
+            local, loss = method.step(task, local, batch)
+            total += loss.detach()
+        return local
+    if phase.enter is not None:
+        with torch.no_grad():
+            local = phase.enter(task, local)
+    names, buffers = bench.moving(phase)
+    start: Params = local[phase.model]
+    if perceptron is not None and perceptron.takes(phase, names):
+        x, y = bench.data.train.of(client)
+        orders = _orders(bench, round, client, steps)
+        trained, loss = perceptron.train(start, names, bench.sgd(phase), x, y, orders, bench.plan.batch_size)
+        total += loss
+        return {**local, phase.model: trained}
+    params = {
+        name: net.fast_layout(value.detach()).clone(memory_format=torch.preserve_format)
+        for name, value in start.items()
+    }
+    weights = [params[name].requires_grad_() for name in names]
+    sgd, loss_of = bench.sgd(phase), phase.loss or method.loss
+    state = sgd.init(weights)
+    corrects = type(method).correct is not Method.correct
+    per_epoch = bench.plan.steps(len(task.here().y), 1)
+    before = tree.clone(params) if phase.after_epoch is not None else params
+    for step, batch in enumerate(_batches(bench, round, client, steps), start=1):
+        loss = loss_of(task, params, local, batch)
+        if not weights:  # everything is frozen; only BatchNorm's statistics may move
+            total += loss.detach()
+            continue
+        grads = list(autograd.grad(loss, weights, allow_unused=True, materialize_grads=True))
+        if corrects:
+            corrected = method.correct(task, local, dict(zip(names, grads, strict=True)))
+            grads = [corrected[name] for name in names]
+        sgd.update(weights, grads, state)
+        total += loss.detach()
+        if phase.after_epoch is not None and step % per_epoch == 0:
+            with torch.no_grad():
+                for name, value in phase.after_epoch(task, before, params).items():
+                    params[name].copy_(value)
+                before = tree.clone(params)
+    moved = {*names, *buffers}
+    # Contiguous again: what leaves the engine is laid out the same whether it came from here, the wire or a checkpoint.
+    trained = {n: params[n].detach().contiguous() if n in moved else start[n] for n in net.names if n in params}
+    return {**local, phase.model: trained}
+
+
+def _batches(bench: Bench, round: int, client: int, steps: int) -> Iterator[Batch]:
+    """The client's first batches of a round, so many: one gather per epoch, then slices of it."""
+    x, y = bench.data.train.of(client)
+    size, step = min(bench.plan.batch_size, len(y)), 0
+    keys = put(bench.plan.step_keys(round, client, steps), x.device)
+    for index in _orders(bench, round, client, steps):
+        xs, ys = x[index], y[index]
+        for first in range(0, len(index), size):
+            rows = slice(first, first + size)
+            yield Batch(xs[rows], ys[rows], index[rows], keys[step])
+            step += 1
+
+
+def _orders(bench: Bench, round: int, client: int, steps: int) -> Iterator[Tensor]:
+    """In which order the client's samples come, epoch by epoch; the last one ends with the steps."""
+    x, y = bench.data.train.of(client)
+    size, per_epoch = min(bench.plan.batch_size, len(y)), bench.plan.steps(len(y), 1)
+    for epoch, first in enumerate(range(0, steps, per_epoch)):
+        order = bench.plan.order(round, client, len(y), epoch)[: (steps - first) * size]
+        yield put(order, x.device)

@@ -1,0 +1,1 @@
+"""Any `nn.Module` as a pure function, divided by head or by channel."""

@@ -1,0 +1,1 @@
+"""A whole run: settings, the loop over rounds, results, and what is kept on disk."""

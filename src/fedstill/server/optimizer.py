@@ -1,0 +1,90 @@
+"""The server's rules: what the server makes of the clients' mean, for any method whose merge is a mean.
+
+    Δ = mean − w                                             the pseudo-gradient, with its sign turned
+    momentum:    m ← β₁·m + Δ                                w ← w + η·m
+    adam, yogi:  m ← β₁·m + (1−β₁)·Δ                         w ← w + η·m / (√v + τ)
+                 v ← β₂·v + (1−β₂)·Δ²  (adam)    v ← v − (1−β₂)·Δ²·sign(v − Δ²)  (yogi)
+
+Hsu et al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification", 2019 (momentum, as
+FedAvgM); Reddi et al., "Adaptive Federated Optimization", ICLR 2021 (adam and yogi, Algorithm 2).
+
+As in Algorithm 2 there is no correction of m and v for their start, and v starts at τ², m at 0. A rule moves trainable
+parameters; BatchNorm's statistics and whole numbers take the plain mean. Its state is a part of the server's state, so a
+checkpoint holds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from ..core import tree
+from ..core.errors import InputError
+from ..core.tree import Params, Tree
+
+if TYPE_CHECKING:
+    from ..core.method import Method
+    from ..run.experiment import Training
+
+STATE = "rule"  # where the server's state keeps a rule's own
+STEP = {"momentum": 1.0, "adam": 0.01, "yogi": 0.01}  # η where none is given
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule with its numbers; its state is what `start` makes and `step` returns."""
+
+    kind: Literal["momentum", "adam", "yogi"]
+    lr: float
+    momentum: float = 0.9
+    beta2: float = 0.99
+    tau: float = 1e-3
+
+    def words(self) -> str:
+        """The rule and its numbers in words."""
+        more = "" if self.kind == "momentum" else f", β₂ {self.beta2:g}, τ {self.tau:g}"
+        return f"{self.kind}, η {self.lr:g}, β₁ {self.momentum:g}{more}"
+
+    def start(self, params: Params) -> Tree:
+        """The state before round 1, for these (trainable) parameters."""
+        m: Tree = {"m": tree.zeros(params)}
+        return m if self.kind == "momentum" else {**m, "v": tree.map(lambda p: torch.full_like(p, self.tau**2), params)}
+
+    def step(self, w: Params, mean: Params, state: Tree) -> tuple[Params, Tree]:
+        """The server's next parameters and the rule's next state, for the names of the state."""
+        w, mean = ({name: params[name] for name in state["m"]} for params in (w, mean))
+        delta = tree.sub(mean, w)
+        if self.kind == "momentum":
+            # mean + (η−1)·Δ + η·β₁·m is w + η·(β₁·m + Δ); so written, β₁ = 0 and η = 1 give the mean to the bit
+            moved = tree.add(tree.add(mean, delta, self.lr - 1), state["m"], self.lr * self.momentum)
+            return moved, {"m": tree.add(delta, state["m"], self.momentum)}
+        b1, b2 = self.momentum, self.beta2
+        m = tree.map(lambda m, d: b1 * m + (1 - b1) * d, state["m"], delta)
+        if self.kind == "adam":
+            v = tree.map(lambda v, d: b2 * v + (1 - b2) * d.square(), state["v"], delta)
+        else:
+            v = tree.map(lambda v, d: v - (1 - b2) * d.square() * torch.sign(v - d.square()), state["v"], delta)
+        moved = tree.map(lambda w, m, v: w + self.lr * m / (v.sqrt() + self.tau), w, m, v)
+        return moved, {"m": m, "v": v}
+
+    @classmethod
+    def of(cls, method: Method, training: Training) -> Rule | None:
+        """The rule that a run asks for, refused where the method's merge is no mean; None: the mean itself."""
+        if training.server == "mean":
+            return None
+        if not method.averages:
+            right = f"'mean' for {method.id}: what its server does is no plain mean, so a rule cannot take its place"
+            raise InputError("server", training.server, right)
+        lr = training.server_lr or STEP[training.server]
+        return cls(training.server, lr, training.server_momentum, training.server_beta2, training.server_tau)
+
+    def begin(self, server: Tree, trainable: tuple[str, ...]) -> Tree:
+        """The server's state with the rule's own in it."""
+        return {**server, STATE: self.start({name: server["params"][name] for name in trainable})}
+
+    def follow(self, before: Tree, merged: Tree) -> Tree:
+        """The server's state after a merge whose `params` are the mean, with the rule's step instead."""
+        moved, state = self.step(before["params"], merged["params"], before[STATE])
+        return {**merged, "params": {**merged["params"], **moved}, STATE: state}

@@ -1,0 +1,1 @@
+"""Simulated time: devices, when rounds end, asynchronous and wait-free training."""

@@ -1,0 +1,113 @@
+"""The server's asynchronous modes: replies are merged as they arrive, while others are still at work.
+
+    fedasync:  w ← (1 − α_t)·w + α_t·w_k,                          α_t = α·s(t − τ_k)            with every reply
+    fedbuff:   w ← w + η·(1/K)·Σ s(t − τ_k)·(w_k − w_τk)                                         with every K replies
+    s(x):  constant 1     hinge 1 for x ≤ b, else 1 / (a·(x − b) + 1)     polynomial (x + 1)^−a
+
+t counts the server's steps, τ_k is the step whose model client k began with, w_τk that model; t − τ_k is its staleness.
+
+Xie, Koyejo and Gupta, "Asynchronous Federated Optimization", 2019. Nguyen et al., "Federated Learning with Buffered
+Asynchronous Aggregation", AISTATS 2022.
+
+Choices: (1) As many clients are kept at work as a synchronous round would ask. New ones are asked when the server has made its
+step, so they begin with the new model; FedBuff's paper replaces each client as soon as it answers, by one that begins with the
+old model. With K as large as the cohort this is the synchronous round. (2) A client's update is turned into the model that it
+stands for now, w + s·(w_k − w_τk), and the method merges those with equal weights: so any method whose merge is a mean is
+carried, and a server rule (momentum, adam, yogi) takes its step towards that mean. (3) BatchNorm's statistics are mixed,
+(1 − s)·w + s·w_k: a sum of differences could leave a variance below 0. Whole numbers are the client's. (4) FedAsync's paper
+adds a proximal term to clients' losses; here the method's own loss stands (FedProx and Ditto have one). (5) a = 0: 10 for the
+hinge, 0.5 for the polynomial, which is FedBuff's 1/√(1 + x). (6) What else a method uploads (FedPAC's heads and centroids,
+FedGen's labels) is merged as it came, whatever its staleness.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from ..core import tree
+from ..core.errors import InputError
+from ..core.task import Task
+from ..core.tree import Params, Tree
+
+if TYPE_CHECKING:
+    from ..core.method import Method
+    from ..run.experiment import Training
+
+BUFFER = 10  # K where none is given and so many are at work
+SLOPE = {"constant": 0.0, "hinge": 10.0, "polynomial": 0.5}  # a where none is given
+
+
+@dataclass(frozen=True)
+class Asynchrony:
+    """A mode with its numbers."""
+
+    kind: Literal["fedasync", "fedbuff"]
+    buffer: int = 1
+    mixing: float = 1.0
+    lr: float = 1.0
+    staleness: Literal["constant", "hinge", "polynomial"] = "constant"
+    a: float = 0.5
+    b: int = 4
+
+    @classmethod
+    def of(cls, method: Method, training: Training, together: int) -> Asynchrony | None:
+        """The mode that a run asks for, refused where the method or another setting does not go with it."""
+        kind = training.mode
+        if kind == "sync":
+            return None
+        if not method.averages:
+            right = f"'sync' for {method.id}: what its server does is no plain mean of models, so a stale reply cannot join it"
+            raise InputError("mode", kind, right)
+        if kind == "fedbuff" and training.buffer > together:
+            right = f"at most {together}, the clients at work at a time, or fewer replies would never come"
+            raise InputError("buffer", training.buffer, right)
+        buffer = 1 if kind == "fedasync" else training.buffer or min(BUFFER, together)
+        lr = training.server_lr or 1.0 if training.server == "mean" else 1.0
+        slope = training.staleness_a or SLOPE[training.staleness]
+        return cls(kind, buffer, training.mixing, lr, training.staleness, slope, training.staleness_b)
+
+    def words(self) -> str:
+        """The mode and its numbers in words."""
+        s = {"hinge": f"hinge a {self.a:g} b {self.b}", "polynomial": f"polynomial a {self.a:g}"}
+        how = f"α {self.mixing:g}" if self.kind == "fedasync" else f"K {self.buffer}, η {self.lr:g}"
+        return f"{self.kind}, {how}, staleness {s.get(self.staleness, self.staleness)}"
+
+    def scale(self, behind: int) -> float:
+        """s(x) for a reply that is so many steps behind."""
+        if self.staleness == "polynomial":
+            return float((behind + 1) ** -self.a)
+        if self.staleness == "hinge" and behind > self.b:
+            return 1.0 / (self.a * (behind - self.b) + 1)
+        return 1.0
+
+    def renew(self, task: Task, server: Tree, down: Tree, up: Tree, behind: int) -> Tree:
+        """The upload that stands for a client's update now; one that is not behind, at full weight, is itself."""
+        w, base, moved = server["params"], down["params"], up["params"]
+        if self.kind == "fedasync":
+            share = self.mixing * self.scale(behind)
+            return {**up, "params": {name: _mixed(w[name], value, share) for name, value in moved.items()}}
+        s, trainable = self.scale(behind), set(task.net.parameters)
+        if behind == 0 and s == 1:
+            return up
+        found = {
+            name: w[name] + s * (value - base[name]) if name in trainable else _mixed(w[name], value, s)
+            for name, value in moved.items()
+        }
+        return {**up, "params": found}
+
+    def step(self, task: Task, before: Tree, merged: Tree) -> Tree:
+        """The server's state after FedBuff's step of length η; η = 1 is what was merged."""
+        if self.lr == 1 or self.kind == "fedasync":
+            return merged
+        w, mean = (task.trainable(state["params"]) for state in (before, merged))
+        moved: Params = tree.add(mean, tree.sub(mean, w), self.lr - 1)
+        return {**merged, "params": {**merged["params"], **moved}}
+
+
+def _mixed(old: Tensor, new: Tensor, share: float) -> Tensor:
+    """(1 − share)·old + share·new; share 1 gives `new` to the bit."""
+    return torch.lerp(old, new, share) if new.is_floating_point() else new

@@ -1,0 +1,246 @@
+"""Simulated time: how fast each client computes and sends, when it can be asked, and whether it drops out.
+
+A profile says what the devices are; all else is drawn from (seed, purpose, round, client), so the same profile and seed give the
+same timeline to the bit, whatever the machine, the engine or the order of calls. Nothing sleeps.
+
+    uniform            all devices alike: SPEED, UPLINK, DOWNLINK, LATENCY
+    lognormal:σ        speed, uplink and downlink each times exp(σ·z), z standard normal, drawn once for each client
+    file:devices.csv   a line for each client, with the columns of COLUMNS
+
+A client's round: download (latency + bytes / downlink), work (samples × epochs / speed; the generic model's phases, then the
+personal model's), upload (latency + bytes / uplink). Then it waits for the next.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core import plan
+from ..core.errors import InputError, Shown
+
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+SPEED, UPLINK, DOWNLINK, LATENCY = 500.0, 1e6, 5e6, 0.05  # samples/s, bytes/s, bytes/s, s; stand-ins: a file has yours
+COLUMNS = {  # of a file of devices: what is said of a client, the least and the most it may be
+    "speed": (0.0, math.inf),  # samples a second that it trains
+    "uplink": (0.0, math.inf),  # bytes a second
+    "downlink": (0.0, math.inf),  # bytes a second
+    "latency": (0.0, math.inf),  # seconds before the first byte, each way
+    "availability": (0.0, 1.0),  # share of the rounds in which it can be asked
+    "drop": (0.0, 1.0),  # chance to drop out of a round
+    "battery": (0.0, 1.0),  # charge, mean over rounds
+    "load": (0.0, 1.0),  # share of the processor that others use, mean over rounds
+    "memory": (0.0, 1.0),  # share of the memory that is free, mean over rounds
+}
+NEEDED = ("speed", "uplink", "downlink")
+LEVELS = ("battery", "load", "memory")  # what a monitor watches
+RATES = (*NEEDED, "availability")  # above 0
+KINDS = "'uniform', 'lognormal:SIGMA' (for example lognormal:0.5) or 'file:devices.csv'"
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What is known of every client's device, an entry for each client."""
+
+    speed: Floats
+    uplink: Floats
+    downlink: Floats
+    latency: Floats
+    availability: Floats
+    drop: Floats
+    battery: Floats
+    load: Floats
+    memory: Floats
+
+    def __len__(self) -> int:
+        return len(self.speed)
+
+    @classmethod
+    def of(cls, profile: str, clients: int, seed: int, availability: float = 1.0, drop: float = 0.0) -> Devices:
+        """The devices of a profile; a file's own columns go before `availability` and `drop`."""
+        kind, sigma, path = parse(profile)
+        same = {"latency": LATENCY, "availability": availability, "drop": drop, **dict.fromkeys(LEVELS, 0.5)}
+        found = {name: np.full(clients, value) for name, value in same.items()}
+        if kind == "file":
+            return cls(**{**found, **read(Path(path), clients)})
+        for i, (name, middle) in enumerate(zip(NEEDED, (SPEED, UPLINK, DOWNLINK), strict=True)):
+            found[name] = np.full(clients, middle)
+            if kind == "lognormal":
+                drawn = middle * np.exp(sigma * _normal(seed, i, clients))
+                # six digits: machines whose exp or log differ in the last bit still agree
+                found[name] = np.array([float(f"{value:.6g}") for value in drawn])
+        return cls(**found)
+
+
+@dataclass(frozen=True)
+class Spans:
+    """How long each part of some clients' round takes, in seconds; arrays in the order of the clients."""
+
+    download: Floats
+    generic: Floats
+    personal: Floats
+    upload: Floats
+    hold: Floats  # between download and work: the client ends its personal work of an earlier round
+    ahead: bool = False  # the upload leaves before personal work begins
+
+    @property
+    def arrival(self) -> Floats:
+        """When the reply is at the server, counted from the order."""
+        before = self.download + self.hold + self.generic + self.upload
+        return np.asarray(before if self.ahead else before + self.personal)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The devices of a run and its seed: everything about time that can be asked before a client has trained."""
+
+    devices: Devices
+    seed: int
+    samples: NDArray[np.int64]  # training samples of each client
+
+    def available(self, round: int, clients: NDArray[np.int64]) -> Mask:
+        """Who can be asked in this round."""
+        return np.asarray(self.uniform(plan.PRESENT, round, clients) < self.devices.availability[clients])
+
+    def drops(self, round: int, clients: NDArray[np.int64]) -> Mask:
+        """Who, having been asked, is never heard of again in this round."""
+        return np.asarray(self.uniform(plan.DROP, round, clients) < self.devices.drop[clients])
+
+    def uniform(self, purpose: int, round: int, clients: NDArray[np.int64], *words: int) -> Floats:
+        """A number in [0, 1) for each client."""
+        return uniform(plan.keys(self.seed, purpose, round, clients.astype(np.uint64), *words))
+
+    def spans(
+        self,
+        clients: NDArray[np.int64],
+        down: Floats | float,
+        up: Floats | float,
+        epochs: tuple[float, float],
+    ) -> Spans:
+        """The clients' round: `down` and `up` in bytes, `epochs` of the generic and of the personal model."""
+        d = self.devices
+        a_pass = self.samples[clients] / d.speed[clients]
+        return Spans(
+            d.latency[clients] + down / d.downlink[clients],
+            epochs[0] * a_pass,
+            epochs[1] * a_pass,
+            d.latency[clients] + up / d.uplink[clients],
+            np.zeros(len(clients)),
+        )
+
+
+def uniform(keys: NDArray[np.uint64]) -> Floats:
+    """Numbers in [0, 1) from keys, one each."""
+    return np.asarray((keys >> np.uint64(11)).astype(np.float64) / 2**53)
+
+
+def _normal(seed: int, which: int, clients: int) -> Floats:
+    """Standard normal numbers, one a client (Box and Muller)."""
+    client = np.arange(clients, dtype=np.uint64)
+    u, v = (uniform(plan.keys(seed, plan.DEVICE, which, client, side)) for side in (0, 1))
+    return np.asarray(np.sqrt(-2 * np.log1p(-u)) * np.cos(2 * np.pi * v))
+
+
+def parse(profile: str) -> tuple[str, float, str]:
+    """A profile's kind, its σ and its path, where it has them.
+
+    >>> parse("lognormal:0.5")
+    ('lognormal', 0.5, '')
+    """
+    kind, colon, rest = profile.partition(":")
+    if kind == "uniform" and not colon:
+        return kind, 0.0, ""
+    if kind == "file" and rest:
+        return kind, 0.0, rest
+    if kind == "lognormal":
+        try:
+            sigma = float(rest)
+        except ValueError:
+            sigma = -1.0
+        if 0 <= sigma <= 10:
+            return kind, sigma, ""
+        raise InputError("profile", profile, "lognormal:SIGMA with a number from 0 to 10, for example lognormal:0.5")
+    raise InputError("profile", profile, KINDS)
+
+
+def record(profile: str) -> dict[str, str]:
+    """What a run keeps of a profile that is a file: its checksum, so that a resumed run has the same devices."""
+    kind, _, path = parse(profile) if profile else ("", 0.0, "")
+    return {"devices": hashlib.sha256(_bytes(Path(path))).hexdigest()} if kind == "file" else {}
+
+
+def read(path: Path, clients: int) -> dict[str, Floats]:
+    """The columns of a file of devices, by client; what is wrong is named by file, line and column."""
+    try:
+        text = _bytes(path).decode("utf-8-sig")
+        rows = [(n, row) for n, row in enumerate(csv.reader(text.splitlines()), 1) if any(c.strip() for c in row)]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise InputError("profile", f"file:{path}", f"a CSV file in UTF-8 ({error})") from None
+    if not rows:
+        raise InputError("profile", f"file:{path}", f"a CSV file whose first line names {', '.join(NEEDED)}, …")
+    line, head = rows[0][0], [cell.strip().lower() for cell in rows[0][1]]
+    _check_head(f"{path}, line {line}", head)
+    found = {name: np.full(clients, np.nan) for name in head if name != "client"}
+    given: dict[int, int] = {}  # by client: the line
+    for number, (line, row) in enumerate(rows[1:]):
+        where = f"{path}, line {line}"
+        if len(row) != len(head):
+            raise InputError(where, Shown(f"{len(row)} cells"), f"{len(head)} cells as in the first line")
+        cells = dict(zip(head, row, strict=True))
+        client = _client(where, cells["client"]) if "client" in cells else number
+        if client in given:
+            raise InputError(f"{where}, column client", client, f"another: line {given[client]} has it already")
+        given[client] = line
+        values = {name: _number(where, name, cell) for name, cell in cells.items() if name != "client"}
+        for name, value in values.items() if client < clients else ():
+            found[name][client] = value
+    absent = [k for k in range(clients) if k not in given]
+    if absent:
+        right = f"a line for each of the {clients} clients (client {absent[0]} has none)"
+        raise InputError("profile", f"file:{path}", right)
+    return found
+
+
+def _check_head(where: str, head: Sequence[str]) -> None:
+    more = ", ".join(name for name in COLUMNS if name not in NEEDED)
+    known = f"{', '.join(NEEDED)} and where wanted client, {more}"
+    for name in head:
+        if name not in (*COLUMNS, "client") or head.count(name) > 1:
+            raise InputError(f"{where}, column", name, f"one of these, once: {known}")
+    for name in NEEDED:
+        if name not in head:
+            raise InputError(where, Shown(", ".join(head)), f"with the column {name}: columns are {known}")
+
+
+def _client(where: str, cell: str) -> int:
+    if not cell.strip().isdecimal():
+        raise InputError(f"{where}, column client", cell, "a client's number, counted from 0")
+    return int(cell)
+
+
+def _number(where: str, name: str, cell: str) -> float:
+    low, high = COLUMNS[name]
+    try:
+        value = float(cell)
+    except ValueError:
+        value = math.nan
+    if not (low <= value <= high and math.isfinite(value)) or (name in RATES and value == 0):
+        right = "a number" + (" above 0" if name in RATES else " at least 0") + (" and at most 1" if high == 1 else "")
+        raise InputError(f"{where}, column {name}", cell, right)
+    return value
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError("profile", f"file:{path}", f"a file that can be read ({error.strerror})") from None
