@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedstill.engine.optim import SGD
+from fedstill.core.optim import SGD
 
 
 @settings(max_examples=40, deadline=None)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
 from torch import Tensor
@@ -45,6 +45,26 @@ class Phase:
     )
 
 
+@dataclass(frozen=True)
+class Upload:
+    """A client's upload as `merge` sees it.
+
+    `tree` is all that the client sent, as it was sent; `down` what the client had been sent when it began. `params` is
+    `tree["params"]`, for asynchronous training rebased onto the current model: what an average takes.
+    """
+
+    tree: Tree
+    weight: float  # the client's number of samples
+    client: int
+    down: Tree = field(default_factory=dict)
+    rebased: Params | None = None
+
+    @property
+    def params(self) -> Params:
+        """The uploaded parameters, rebased onto the current model where the client began with an older one."""
+        return self.tree["params"] if self.rebased is None else self.rebased
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """What every method has. Derive from `FedAvg` (one step) and override what differs."""
@@ -60,9 +80,11 @@ class Method:
     wait_free: ClassVar[bool] = False
     """Whether phases of other models than `params` come last and nothing that goes up depends on them, so that they can run
     after the upload has left."""
-    per_sample: ClassVar[frozenset[str]] = (
-        frozenset()
-    )  # entries of the memory with one row for each of the client's samples
+    per_sample: ClassVar[frozenset[str]] = frozenset()
+    """Entries of the memory with one row for each of the client's samples."""
+    coupled: ClassVar[frozenset[str]] = frozenset()
+    """Entries of the memory that must agree with the server's state: they are rolled back when the server did not take the
+    reply (it was late, dropped or refused). All other entries are the client's own and stay."""
 
     def __init_subclass__(cls) -> None:
         """Refuse a field that would hide a hook; a class with another hook than the one that a promise was made for, be it
@@ -88,63 +110,64 @@ class Method:
 
     # ---- what is kept ------------------------------------------------------------------------------------------------
     def init_server(self, task: Task, params: Params) -> Tree:
-        """What the server keeps, before round 1."""
-        return {"params": params}
+        """Return what the server keeps, before round 1."""
+        raise self._missing("init_server")
 
     def init_client(self, task: Task, params: Params) -> Tree:
-        """What each client keeps between rounds. It never leaves unless `finish` puts it into the upload."""
+        """Return what each client keeps between rounds. It never leaves unless `finish` puts it into the upload."""
         return {}
 
     def private(self, task: Task) -> frozenset[str]:
-        """Names of the model's state that never leave a client (checked by the laws)."""
+        """Return the names of the model's state that never leave a client (checked by the laws)."""
         return frozenset()
 
     # ---- a round -----------------------------------------------------------------------------------------------------
     def send(self, task: Task, server: Tree, client: int) -> Tree:
-        """All that goes down to a client."""
-        return {"params": server["params"]}
+        """Return all that goes down to a client."""
+        raise self._missing("send")
 
     def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
-        """*Client.* Where local work begins: a tree with an entry for each model that a phase trains."""
-        return {"params": down["params"]}
+        """*Client.* Return where local work begins: a tree with an entry for each model that a phase trains."""
+        raise self._missing("begin")
 
     def phases(self, task: Task) -> tuple[Phase, ...]:
-        """The local work, in order."""
+        """Return the local work, in order."""
         return (Phase(),)
 
     def fit(self, task: Task, params: Params, batch: Batch) -> Tensor:
-        """*Client.* The data term: cross-entropy."""
+        """*Client.* Return the data term: cross-entropy."""
         return terms.cross_entropy(task.logits(params, batch), batch)
 
     def loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
-        """*Client.* The objective of a phase that does not bring its own."""
+        """*Client.* Return the objective of a phase that does not bring its own."""
         return self.fit(task, params, batch)
 
     def correct(self, task: Task, local: Tree, grads: Params) -> Params:
-        """*Client.* The gradient that SGD is given, from the loss's own."""
+        """*Client.* Return the gradient that SGD is given, from the loss's own."""
         return grads
 
     step: ClassVar[Callable[..., tuple[Tree, Tensor]] | None] = None
     """*Client.* `step(task, local, batch) -> local, loss`: the whole step, where a gradient of a loss is not enough."""
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
-        """*Client.* All that goes up, and what is kept."""
-        return {"params": local["params"]}, memory
+        """*Client.* Return all that goes up, and the new memory."""
+        raise self._missing("finish")
 
-    def merge(
-        self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float], clients: Sequence[int]
-    ) -> Tree:
-        """The server's next state. `ups` come in ascending order of `clients`; `weights` are their numbers of samples."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how the server merges")
+    def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
+        """Return the server's next state; the uploads come in ascending order of their clients."""
+        raise self._missing("merge")
 
     # ---- what is scored and exported ---------------------------------------------------------------------------------
     def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
-        """*Client.* The client's own model, given what it would download now; `task.here()` is its training data."""
-        return down["params"]  # type: ignore[no-any-return]
+        """*Client.* Return the client's own model, given what it would download now; `task.here()` is its training data."""
+        raise self._missing("personal")
 
     def generic(self, task: Task, server: Tree) -> Params:
-        """The one model for everybody."""
-        return server["params"]  # type: ignore[no-any-return]
+        """Return the one model for everybody."""
+        raise self._missing("generic")
+
+    def _missing(self, hook: str) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__} has no {hook}(): derive from FedAvg, or write it")
 
 
 def _differs(cls: type, promise: str, *hooks: str) -> bool:

@@ -4,22 +4,102 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import grad, grad_and_value, vmap
 
-from ..nn.channels import Channels
-from ..nn.net import Net
-from ..nn.split import Split, pick
-from . import plan
+from . import plan, tree
 from .batch import Batch
 from .errors import InputError, Shown
-from .tree import Params
+from .optim import SGD
+from .tree import Params, Tree
+
+Average: TypeAlias = Callable[[Sequence[Tree], Sequence[float]], Tree]
 
 SAMPLES = 16  # per pass where each sample has a gradient of its own
 CHUNK = 512  # samples per forward pass where no gradient is needed; the result does not depend on it
+
+
+class Channels(Protocol):
+    """A model divided by channels (see `nn.channels`)."""
+
+    def both(self, p: float) -> bool:
+        """Whether every layer has private and shared channels."""
+
+    def shared(self, name: str, value: Tensor, p: float) -> Tensor:
+        """Return the shared part of an entry of the state, as a view."""
+
+    def is_private(self, name: str, value: Tensor, p: Tensor) -> Tensor:
+        """Return where an entry is private."""
+
+    def gates(self, p: Tensor, private: bool, like: Tensor) -> dict[str, Tensor]:
+        """Return for every layer's input 1 where its channels are private (or shared), 0 elsewhere."""
+
+
+class Model(Protocol):
+    """A model as a pure function of its parameters (see `nn.net.Net`)."""
+
+    module: nn.Module
+    parameters: tuple[str, ...]  # names that training may change
+    buffers: tuple[str, ...]  # the other names of the state
+    names: tuple[str, ...]  # both, in the order of the state
+    outputs: int  # numbers in the output for a sample
+    example: Tensor  # one or two samples
+    device: torch.device
+    dtype: torch.dtype
+
+    def __call__(
+        self,
+        params: Params,
+        x: Tensor,
+        *,
+        train: bool,
+        key: Tensor | None = None,
+        mask: Tensor | None = None,
+        taps: dict[str, Tensor] | None = None,
+        gates: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Return the output."""
+
+    def head(
+        self,
+        modules: tuple[str, ...],
+        params: Params,
+        features: Tensor,
+        *,
+        train: bool,
+        key: Tensor,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """Return the head's output for given features."""
+
+    def initial(self) -> Params:
+        """Return a copy of the initial state."""
+
+    def export(self, params: Params) -> Params:
+        """Return a full state dict on the CPU."""
+
+    def fast_layout(self, value: Tensor) -> Tensor:
+        """Return an entry of the state in the memory layout that is fastest; its values do not change."""
+
+    def channels(self) -> Channels:
+        """Return the model's layers by channel."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """The names (parameters and buffers) of a model's head and of its body."""
+
+    modules: tuple[str, ...]  # the head's modules
+    head: frozenset[str]
+    body: frozenset[str]
+
+
+def pick(params: Params, names: frozenset[str]) -> Params:
+    """Return the entries with these names, in the model's order."""
+    return {name: value for name, value in params.items() if name in names}
 
 
 @dataclass(frozen=True)
@@ -31,13 +111,18 @@ class Site:
     index: Tensor  # which rows of x are this client's (padded at the end)
     samples: Tensor  # how many there are
     steps: Tensor  # how many SGD steps the method's phases take this round
+    last: Tensor  # the round in which the client last trained (float64); 0: it has not taken part yet
 
 
 @dataclass(frozen=True)
 class Task:
-    """The setting of local work, handed to every hook of a method. `round` counts from 1; `site` is set at a client."""
+    """The setting of local work, handed to every hook of a method. `round` counts from 1; `site` is set at a client.
 
-    net: Net
+    `average(trees, weights)` is the server's mean; every method whose `merge` averages calls it, so that a robust rule can
+    take its place.
+    """
+
+    net: Model
     split: Split | None
     clients: int
     rounds: int
@@ -49,6 +134,12 @@ class Task:
     round: int = 0
     site: Site | None = None
     seed: int = 0
+    average: Average = tree.mean
+
+    @property
+    def seen(self) -> Tensor:
+        """Whether the client has taken part: in `begin` and `finish` before this round, in `personal` so far."""
+        return self.here().last > 0
 
     def logits(self, params: Params, batch: Batch) -> Tensor:
         """The model's output in training: dropout on, BatchNorm over the batch (its running statistics move)."""
@@ -96,9 +187,9 @@ class Task:
     def feature_size(self) -> int:
         """How many numbers the head's input has for a sample."""
         first = self.need_split().modules[0]
-        taps = {first: self.net._example}
+        taps = {first: self.net.example}
         with torch.no_grad():
-            self.net(self.net.initial(), self.net._example, train=False, taps=taps)
+            self.net(self.net.initial(), self.net.example, train=False, taps=taps)
         return taps[first].flatten(1).shape[1]
 
     def local_features(self, params: Params) -> Tensor:
@@ -165,14 +256,16 @@ class Task:
         return grads, value, buffers
 
     def descend(self, weights: Params, grads: Params, momentum: Params) -> tuple[Params, Params]:
-        """One step of the experiment's SGD: the new weights and momentum (an empty tree where it has none)."""
-        if self.weight_decay:
-            grads = {n: torch.add(g, weights[n], alpha=self.weight_decay) for n, g in grads.items()}
-        if self.momentum:
-            momentum = {n: self.momentum * momentum[n] + g for n, g in grads.items()}
-            ahead = {n: torch.add(g, momentum[n], alpha=self.momentum) for n, g in grads.items()}
-            grads = ahead if self.nesterov else momentum
-        return {n: torch.add(w, grads[n], alpha=-self.lr) for n, w in weights.items()}, momentum
+        """Make one step of the experiment's SGD: return the new weights and momentum (an empty tree where it has none)."""
+        sgd = SGD(self.lr, self.momentum, self.nesterov and self.momentum > 0, self.weight_decay)
+        new: Params = {}
+        moving: Params = {}
+        for name, w in weights.items():
+            d, b = sgd.direction(w, grads[name], momentum.get(name))
+            new[name] = w - self.lr * d
+            if b is not None:
+                moving[name] = b
+        return new, moving
 
     # ---- randomness --------------------------------------------------------------------------------------------------
     def uniform(self, *words: int) -> float:

@@ -23,6 +23,7 @@ class Controller:
         self.begun: dict[
             int, tuple[int, Tree, Tree]
         ] = {}  # wait-free: round, download and local state of personal work
+        self.last: dict[int, int] = {}  # the round in which each client last trained
         self.copies: dict[int, Tree] = {}  # wait-free: memories as they would be now, for scoring
 
     def handle(self, orders: Sequence[Order]) -> Iterator[Reply]:
@@ -42,11 +43,12 @@ class Controller:
         return refusals, [order for order in orders if order.client not in away]
 
     def _train(self, orders: Sequence[Order]) -> Iterator[Reply]:
-        works = [Work(order.client, order.down, part=order.work) for order in orders]
+        works = [Work(o.client, o.down, part=o.work, last=self.last.get(o.client, 0)) for o in orders]
         self.copies.clear()
         for order, done in zip(orders, self.trainer.train(orders[0].round, works, self.store), strict=True):
             if order.work == "generic":
                 self.begun[order.client] = (order.round, order.down, done.local)
+            self.last[order.client] = order.round
             yield self.trained(order, done)
 
     def _begin(self, orders: Sequence[Order]) -> Iterator[Reply]:
@@ -97,7 +99,7 @@ class Controller:
 
     def personal(self, order: Order) -> Params:
         """The client's own model, given what came down."""
-        task = self.trainer.bench.home(order.round, order.client)
+        task = self.trainer.bench.home(order.round, order.client, self.last.get(order.client, 0))
         memory = self.copies[order.client] if order.client in self.copies else self.store.get(order.client)
         return self.method.personal(task, order.down, memory)
 

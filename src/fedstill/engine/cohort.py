@@ -38,7 +38,7 @@ class Cohort:
         self.by_round = self.watched.asked[0]  # whether the phases go by the round
         self.sizes = [train.sizes[k] for k in self.clients]
         self.steps = [sum(bench.length(work, epochs) for _, _, epochs in self.phases) for work in works]
-        self.x, self.y, self.dtype, self.device = train.x, train.y, bench.task.net.dtype, train.y.device
+        self.x, self.y, self.dtype, self.device = train.x, train.y, bench.net.dtype, train.y.device
         self.down = tree.stack_shared([work.down for work in works])
         self.planned = engine.way != "plain"
         self.rows = max(train.sizes if self.planned else self.sizes)
@@ -51,6 +51,7 @@ class Cohort:
             "index": train.rows(self.clients, self.rows),
             "samples": put(self.sizes, self.device, self.dtype),
             "steps": put([bench.steps(k, whole) for k in self.clients], self.device, self.dtype),
+            "last": put([float(work.last) for work in works], self.device, torch.float64),
         }
         if bench.varied:
             self.site["fields"] = {
@@ -78,7 +79,7 @@ class Cohort:
 
     def task(self, site: Tree) -> Task:
         """The task as one client of the stack sees it (inside `vmap`)."""
-        place = Site(self.x, self.y, site["index"], site["samples"], site["steps"])
+        place = Site(self.x, self.y, site["index"], site["samples"], site["steps"], site["last"])
         return dataclasses.replace(self.bench.at(self.round, place), **program.own(site))
 
     def start(self) -> Tree:
@@ -166,7 +167,7 @@ class Cohort:
         start: Params = local[phase.model]
         names = [n for n in names if n in start]
         weights = {name: start[name].detach().clone() for name in names}
-        buffers = {name: start[name].detach().clone() for name in bench.task.net.buffers if name in start}
+        buffers = {name: start[name].detach().clone() for name in bench.net.buffers if name in start}
         fixed = {name: value for name, value in start.items() if name not in weights and name not in buffers}
 
         def objective(weights: Params, buffers: Params, fixed: Params, local: Tree, site: Tree, b: Tree) -> Any:

@@ -85,7 +85,7 @@ def count(
     Epochs that are drawn by round (L2GD's) are taken at their mean over the run's rounds, or over `rounds`. `fake` is chosen
     by the model; where a hook needs values after all, zeros are used.
     """
-    net = bench.task.net
+    net = bench.net
     if fake is None:
         fake = net.has_convolution or net.size * samples > SMALL
     if fake:
@@ -99,7 +99,7 @@ def _count(bench: Bench, round: int, down: Tree, memory: Tree, samples: int, rou
     epochs = _epochs(bench, rounds or bench.task.rounds)
     full = min(bench.plan.batch_size, samples)
     steps = sum(epochs) * -(-samples // full)
-    with _untouched(bench.task.net), _world(fake) as own, torch.enable_grad():
+    with _untouched(bench.net), _world(fake) as own, torch.enable_grad():
         down, memory = own(down), own(memory)
 
         def data(rows: int) -> tuple[Tensor, Tensor]:
@@ -108,7 +108,7 @@ def _count(bench: Bench, round: int, down: Tree, memory: Tree, samples: int, rou
 
         x, y = data(samples)
         rows = torch.arange(samples, device=x.device)
-        site = Site(x, y, rows, x.new_full((), samples), x.new_full((), steps))
+        site = Site(x, y, rows, x.new_full((), samples), x.new_full((), steps), torch.ones((), dtype=torch.float64))
         task = dataclasses.replace(bench.task, round=round, site=site)
         memory = tree.fit_rows(memory, method.per_sample, samples)
         with Counter() as begin, torch.no_grad():

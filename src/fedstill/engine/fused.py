@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, autograd, fx, nn
 
 from ..core.method import Method, Phase
+from ..core.optim import SGD
 from ..core.tree import Params
 from ..nn.net import Net
-from .optim import SGD
 from .trainer import Bench
 
 ALIGN = 16  # rows of a weight start at multiples of so many entries: products are a tenth faster
@@ -44,7 +44,7 @@ def recognise(bench: Bench) -> Perceptron | None:
     """The loop for this bench, where the model is such a chain and the method trains it by plain cross-entropy; else None."""
     kind = type(bench.method)
     own = kind.loss is not Method.loss or kind.fit is not Method.fit or kind.correct is not Method.correct
-    net = bench.task.net
+    net = bench.net
     if own or bench.method.step is not None or net.device.type != "cpu" or net.bf16:
         return None
     layers = _follow(net)
@@ -243,7 +243,7 @@ def _whole(layers: list[Layer], net: Net) -> bool:
 
 def _agrees(bench: Bench, layers: tuple[Layer, ...]) -> bool:
     """Whether three ragged steps in float64 give what autograd gives, for each form of the update."""
-    net = Net(bench.task.net.module, bench.task.net.device, torch.float64)
+    net = Net(bench.net.module, bench.net.device, torch.float64)
     x, y = bench.data.train.x[:5].double(), bench.data.train.y[:5]
     if x[0].numel() != net.initial()[layers[0].weight].shape[1]:
         return False

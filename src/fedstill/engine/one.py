@@ -44,7 +44,7 @@ class One:
 
     def threads(self, bench: Bench) -> contextlib.AbstractContextManager[None]:
         """One thread where that is asked for, and while steps are so small that a second costs more than it saves."""
-        net = bench.task.net
+        net = bench.net
         small = not net.has_convolution and net.size * bench.plan.batch_size < SMALL
         return threads(1 if net.device.type == "cpu" and (self.single or small) else torch.get_num_threads())
 
@@ -61,7 +61,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def _train(bench: Bench, round: int, work: Work, perceptron: Perceptron | None) -> Done:
-    method, task = bench.method, bench.home(round, work.client)
+    method, task = bench.method, bench.home(round, work.client, work.last)
     phases = [(phase, bench.length(work, epochs)) for _, phase, epochs in bench.part(work.part, round)]
     steps = sum(count for _, count in phases)
     x, y = task.here().x, task.here().y

@@ -22,10 +22,10 @@ from torch.func import grad_and_value, vmap
 from ..core import tree
 from ..core.batch import Batch
 from ..core.method import Loss, Method
+from ..core.optim import SGD
 from ..core.task import Site, Task
 from ..core.tree import Params, Tree
 from ..edge.data_manager import Samples
-from .optim import SGD
 from .trainer import Bench
 
 Level: TypeAlias = Literal["traced", "compiled"]
@@ -101,7 +101,7 @@ class Definition:
         batch = {"x": samples[rows], "y": source["y"][rows], **at}
 
         def here(site: Tree) -> Task:
-            place = Site(samples, source["y"], site["index"], site["samples"], site["steps"])
+            place = Site(samples, source["y"], site["index"], site["samples"], site["steps"], site["last"])
             if isinstance(self.task, Watched):
                 return self.task.at(site=place, **own(site))
             return dataclasses.replace(self.task, site=place, **own(site))

@@ -51,7 +51,7 @@ class Stacked:
 
     def train(self, bench: Bench, round: int, works: Sequence[Work], store: Store | None = None) -> Iterator[Done]:
         """Train every client; results in the order of `works`. With a store, memories come from there and new ones go back."""
-        if bench.task.net.device.type == "cpu":
+        if bench.net.device.type == "cpu":
             keep_freed_memory()
         if not works:
             return
@@ -88,7 +88,7 @@ class Stacked:
         size = put([data.sizes[k] for k in clients], rows.device).unsqueeze(1)
         shared = all(params is models[0][1] for _, params in models)
         params = models[0][1] if shared else tree.stack([params for _, params in models])
-        forward = vmap(lambda p, x: bench.task.net(p, x, train=False), in_dims=(None if shared else 0, 0))
+        forward = vmap(lambda p, x: bench.net(p, x, train=False), in_dims=(None if shared else 0, 0))
         hits = torch.zeros(len(clients), dtype=torch.int64, device=rows.device)
         step = max(1, ROWS // len(clients))
         with _precision(self.exact):
@@ -146,7 +146,7 @@ def _precision(exact: bool) -> Iterator[None]:
 
 def way_of(bench: Bench, compile: CompileName, fast: bool) -> Way:
     """How steps are run: on a CPU one by one from Python, on a GPU traced; compiled where it was asked for or will pay."""
-    if not fast or (bench.task.net.device.type != "cuda" and compile != "on"):
+    if not fast or (bench.net.device.type != "cuda" and compile != "on"):
         return "plain"
     sizes = bench.data.train.sizes
     longest = sum(bench.plan.steps(max(sizes), epochs) for _, epochs in bench.phases(1))
@@ -163,7 +163,7 @@ def refusal(bench: Bench) -> str | None:
     Tried in float64 without effect: two clients with two samples each and one row of padding, against the two samples alone. A
     model whose samples see one another (other than through BatchNorm), or that `vmap` does not take, is refused.
     """
-    run_net, data = bench.task.net, bench.data.train
+    run_net, data = bench.net, bench.data.train
     if run_net.cumulative:
         return "a BatchNorm with momentum=None keeps a cumulative average, which cannot be stacked"
     net = Net(run_net.module, run_net.device, torch.float64)

@@ -51,7 +51,7 @@ class Stage:
         names, self.moving_buffers = bench.moving(phase)
         start: Params = {} if method.step is not None else local[phase.model]
         self.names = tuple(n for n in names if n in start)
-        net, sizes = bench.task.net, bench.data.train.sizes
+        net, sizes = bench.net, bench.data.train.sizes
         self.buffers = tuple(n for n in net.buffers if n in start)
         self.width = min(bench.plan.batch_size, max(sizes))
         self.masked = any(n % self.width for n in sizes)

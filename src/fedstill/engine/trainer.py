@@ -22,13 +22,14 @@ from numpy.typing import NDArray
 from ..core import tree
 from ..core.errors import InputError
 from ..core.method import Method, Phase
+from ..core.optim import SGD
 from ..core.plan import Tables
 from ..core.task import Site, Task
 from ..core.tree import Params, Tree
 from ..edge.data_manager import DataManager, Part
 from ..nn.kernels import winograd
 from ..nn.kernels.convolution import Choices, Lowering
-from .optim import SGD
+from ..nn.net import Net
 
 if TYPE_CHECKING:
     from .stacked import Stacked
@@ -56,6 +57,7 @@ class Work:
     part: PartName = "all"
     local: Tree = field(default_factory=dict)  # of an idle part; entries named by `per_sample` are fitted as a memory's
     steps: int = 0  # of an idle part
+    last: int = 0  # the round in which the client last trained; 0: never
 
     def __post_init__(self) -> None:
         if self.part not in get_args(PartName):
@@ -148,6 +150,12 @@ class Bench:
     data: Held
     varied: Mapping[str, Sequence[float]] = field(default_factory=dict)  # fields that differ between clients
 
+    @property
+    def net(self) -> Net:
+        """The model, with what engines need to know of it."""
+        assert isinstance(self.task.net, Net)
+        return self.task.net
+
     def phases(self, round: int, task: Task | None = None) -> list[tuple[Phase, int]]:
         """The method's phases with their epochs; phases of no epochs are left out."""
         return [(phase, epochs) for _, phase, epochs in self.part("all", round, task)]
@@ -198,20 +206,20 @@ class Bench:
     def moving(self, phase: Phase) -> tuple[list[str], list[str]]:
         """Names of the parameters and of the buffers that a phase may change."""
         chosen = set(self.task.net.names) if phase.moves is None else phase.moves
-        net = self.task.net
+        net = self.net
         return [n for n in net.parameters if n in chosen], [n for n in net.buffers if n in chosen]
 
     def at(self, round: int, site: Site) -> Task:
         """The task as a client sees it."""
         return dataclasses.replace(self.task, round=round, site=site)
 
-    def home(self, round: int, client: int) -> Task:
-        """The task as a client by itself sees it, with its own training data and no padding."""
+    def home(self, round: int, client: int, last: int = 0) -> Task:
+        """Return the task as a client by itself sees it, with its own training data and no padding."""
         x, y = self.data.train.of(client)
         steps = self.steps(client, self.phases(round))
-        return self.at(
-            round, Site(x, y, torch.arange(len(y), device=x.device), x.new_tensor(len(y)), x.new_tensor(steps))
-        )
+        index = torch.arange(len(y), device=x.device)
+        when = torch.tensor(float(last), dtype=torch.float64, device=y.device)
+        return self.at(round, Site(x, y, index, x.new_tensor(len(y)), x.new_tensor(steps), when))
 
 
 class Engine(Protocol):
@@ -249,7 +257,7 @@ class Trainer:
         self._how["workers"] = workers
         self.threads = torch.get_num_threads()  # of this process, where it does not keep to one
         self._others: weakref.WeakSet[Trainer] = weakref.WeakSet()
-        net = bench.task.net
+        net = bench.net
         net.bf16 = precision == "bf16"
         own = fused.recognise(bench) if fast and engine != "stacked" else None
         if engine == "auto":
@@ -366,7 +374,7 @@ def prefers_stacked(bench: Bench, together: int, fused: bool = False) -> bool:
     to 7×, from about ten clients on; large ones and convolutions lose. Beside a loop of the model's own (`fused`) they gain
     only with many clients of a tiny model (100 of 10 thousand parameters: 1.7×; 20 of them, or 35 thousand: nothing).
     """
-    net = bench.task.net
+    net = bench.net
     if net.device.type != "cpu":
         return True
     if fused:

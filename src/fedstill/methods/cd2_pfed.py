@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..core import terms, tree
 from ..core.batch import Batch
-from ..core.method import Phase
+from ..core.method import Phase, Upload
 from ..core.settings import setting
 from ..core.task import Task
 from ..core.tree import Params, Tree
@@ -119,11 +119,9 @@ class CD2PFed(FedAvg):
         last = torch.full_like(memory["last"], float(task.round))
         return {"params": {n: v for n, v in shared.items() if v.numel()}}, {"own": own, "last": last}
 
-    def merge(
-        self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float], clients: Sequence[int]
-    ) -> Tree:
+    def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
         """Shared channels ← their mean; the others keep the values that were last shared."""
-        mean, p = tree.mean([up["params"] for up in ups], self.shares(weights)), self.share(task)
+        mean, p = task.average([u.params for u in uploads], self.shares(uploads)), self.share(task)
         params = tree.clone(server["params"])
         for name, value in mean.items():
             task.channels.shared(name, params[name], p).copy_(value)

@@ -11,20 +11,25 @@ one.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
-from ..core import tree
-from ..core.method import Method
+from ..core.method import Method, Upload
 from ..core.settings import setting
 from ..core.task import Task
-from ..core.tree import Tree
+from ..core.tree import Params, Tree
+
+Mean: TypeAlias = Literal["weighted", "uniform"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedAvg(Method):
-    """One shared model: the mean of what the clients trained."""
+    """One shared model: the mean of what the clients trained.
+
+    A subclass whose paper takes the other mean says so in its header: `class PFedSD(FedAvg, mean="uniform")`.
+    """
 
     id: ClassVar[str] = "fedavg"
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
@@ -32,13 +37,42 @@ class FedAvg(Method):
 
     mean: Literal["weighted", "uniform"] = setting("weighted", "weigh clients by their samples, or all alike")
 
-    def merge(
-        self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float], clients: Sequence[int]
-    ) -> Tree:
+    def __init_subclass__(cls, mean: Mean | None = None, **more: Any) -> None:
+        """Give `mean` another default."""
+        super().__init_subclass__(**more)
+        if mean is not None:
+            cls.mean = setting(mean, "weigh clients by their samples, or all alike")
+            cls.__annotations__ = {**inspect.get_annotations(cls), "mean": Mean}
+
+    def init_server(self, task: Task, params: Params) -> Tree:
+        """w = w⁰."""
+        return {"params": params}
+
+    def send(self, task: Task, server: Tree, client: int) -> Tree:
+        """w."""
+        return {"params": server["params"]}
+
+    def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
+        """w_k ← w."""
+        return {"params": down["params"]}
+
+    def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
+        """w_k goes up; the memory stays as it is."""
+        return {"params": local["params"]}, memory
+
+    def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
         """w ← Σ p_k·w_k over the entries that were uploaded; what was not uploaded stays as it is."""
-        mean = tree.mean([up["params"] for up in ups], self.shares(weights))
+        mean = task.average([upload.params for upload in uploads], self.shares(uploads))
         return {**server, "params": {**server["params"], **mean}}
 
-    def shares(self, weights: Sequence[float]) -> Sequence[float]:
-        """The clients' weights in the mean, before they are divided by their sum."""
-        return weights if self.mean == "weighted" else [1.0] * len(weights)
+    def shares(self, uploads: Sequence[Upload]) -> list[float]:
+        """Return the clients' weights in the mean, before they are divided by their sum."""
+        return [upload.weight if self.mean == "weighted" else 1.0 for upload in uploads]
+
+    def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
+        """w: there is no personal model."""
+        return down["params"]  # type: ignore[no-any-return]
+
+    def generic(self, task: Task, server: Tree) -> Params:
+        """w."""
+        return server["params"]  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..core.method import Upload
 from ..core.settings import setting
 from ..core.task import Task
 from ..core.tree import Params, Tree
@@ -39,8 +40,6 @@ class FedAvgM(FedAvg):
         """w, and v = 0."""
         return self.rule().begin({"params": params}, task.net.parameters)
 
-    def merge(
-        self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float], clients: Sequence[int]
-    ) -> Tree:
+    def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
         """v ← β·v + Δ, w ← w − v."""
-        return self.rule().follow(server, super().merge(task, server, ups, weights, clients))
+        return self.rule().follow(server, super().merge(task, server, uploads))

@@ -25,9 +25,8 @@ import torch
 from ..core import tree
 from ..core.method import Phase
 from ..core.settings import setting
-from ..core.task import Task
+from ..core.task import Task, pick
 from ..core.tree import Params, Tree
-from ..nn.split import pick
 from .fedavg import FedAvg
 
 

@@ -19,9 +19,9 @@ from typing import ClassVar, Literal
 from torch import nn
 
 from ..core.settings import setting
-from ..core.task import Task
+from ..core.task import Task, pick
 from ..core.tree import Params, Tree
-from ..nn.split import by_type, pick
+from ..nn.split import by_type
 from .fedavg import FedAvg
 
 

@@ -27,9 +27,9 @@ from ..core import terms, tree
 from ..core.batch import Batch
 from ..core.method import Phase
 from ..core.settings import setting
-from ..core.task import Task
+from ..core.task import Task, pick
 from ..core.tree import Params, Tree
-from ..nn.split import by_type, pick
+from ..nn.split import by_type
 from .fedavg import FedAvg
 
 

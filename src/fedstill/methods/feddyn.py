@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..core import terms, tree
 from ..core.batch import Batch
+from ..core.method import Upload
 from ..core.settings import setting
 from ..core.task import Task
 from ..core.tree import Params, Tree
@@ -65,12 +66,10 @@ class FedDyn(FedAvg):
         moved = tree.sub(task.trainable(local["params"]), local["anchor"])
         return {"params": local["params"]}, {"g": tree.add(memory["g"], moved, -self.alpha)}
 
-    def merge(
-        self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float], clients: Sequence[int]
-    ) -> Tree:
+    def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
         """h ← h − α·|P|/m·mean(θ_k − θ_t), θ ← mean − h/α."""
-        params = tree.mean([up["params"] for up in ups], self.shares(weights))
+        params = task.average([u.params for u in uploads], self.shares(uploads))
         mean = task.trainable(params)
         moved = tree.sub(mean, task.trainable(server["params"]))
-        h = tree.add(server["h"], moved, -self.alpha * len(ups) / task.clients)
+        h = tree.add(server["h"], moved, -self.alpha * len(uploads) / task.clients)
         return {"params": {**params, **tree.add(mean, h, -1 / self.alpha)}, "h": h}

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.batch import Batch
+from ..core.method import Upload
 from ..core.settings import setting
 from ..core.task import Task
 from ..core.tree import Params, Tree
@@ -135,18 +136,16 @@ class FedFomo(FedAvg):
         kept = {"before": local["start"], "own": own, "seen": torch.ones_like(memory["seen"])}
         return {"params": own, "weights": local["weights"][1:]}, kept
 
-    def merge(
-        self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float], clients: Sequence[int]
-    ) -> Tree:
+    def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
         """Every participant's model, and its affinities."""
         models, affinity = dict(server["models"]), dict(server["affinity"])
-        for client, up in zip(clients, ups, strict=True):
+        for client, up in ((u.client, u.tree) for u in uploads):
             models[str(client)], who = tree.clone(up["params"]), self.chosen(task, server, client)
             row = affinity.get(str(client), up["weights"].new_zeros(0))
             row = F.pad(row, (0, max([0, *(k + 1 - len(row) for k in who)])))
             at = torch.tensor(who).to(row.device, torch.int64)
             affinity[str(client)] = row.index_add(0, at, up["weights"][: len(who)])
-        return {**super().merge(task, server, ups, weights, clients), "models": models, "affinity": affinity}
+        return {**super().merge(task, server, uploads), "models": models, "affinity": affinity}
 
     def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
         """The combination of what comes down now."""

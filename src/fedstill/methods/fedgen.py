@@ -31,6 +31,7 @@ from torch.func import vmap
 
 from ..core import terms, tree
 from ..core.batch import Batch
+from ..core.method import Upload
 from ..core.settings import setting
 from ..core.task import Task
 from ..core.tree import Params, Tree
@@ -124,11 +125,10 @@ class FedGen(FedAvg):
         spread = (features.unsqueeze(0) - features.unsqueeze(1)).abs().mean(-1)
         return taught + self.eta * (-(apart * spread).mean()).exp()
 
-    def merge(
-        self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float], clients: Sequence[int]
-    ) -> Tree:
+    def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
         """The mean model, p̂, and G after some steps of Adam."""
-        heads, counts = tree.stack([task.head(up["params"]) for up in ups]), torch.stack([up["labels"] for up in ups])
+        heads = tree.stack([task.head(u.tree["params"]) for u in uploads])
+        counts = torch.stack([u.tree["labels"] for u in uploads])
         generator = {name: value.detach().clone().requires_grad_() for name, value in server["generator"].items()}
         adam = torch.optim.Adam(list(generator.values()), lr=self.generator_lr)
         with torch.enable_grad():
@@ -137,5 +137,5 @@ class FedGen(FedAvg):
                 self.generator_loss(task, generator, heads, counts, task.key(step)).backward()  # type: ignore[no-untyped-call]
                 adam.step()
         labels = counts.sum(0) / counts.sum()
-        server = super().merge(task, server, ups, weights, clients)
+        server = super().merge(task, server, uploads)
         return {**server, "generator": tree.map(torch.detach, generator), "labels": labels}

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..core import terms, tree
 from ..core.batch import Batch
+from ..core.method import Upload
 from ..core.settings import setting
 from ..core.task import Task
 from ..core.tree import Params, Tree
@@ -65,12 +66,10 @@ class FedGKD(FedAvg):
         held = terms.kl(local["teacher"][batch.index], logits, 1.0, batch)
         return terms.cross_entropy(logits, batch) + self.gamma / 2 * held
 
-    def merge(
-        self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float], clients: Sequence[int]
-    ) -> Tree:
+    def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
         """The mean of the w_k; the model that they started from is now a past one."""
         past = dict(server["past"])
         if task.round > 1:
             past[str(task.round - 1)] = server["params"]
         kept = list(past)[len(past) - min(len(past), self.m - 1) :]
-        return {**super().merge(task, server, ups, weights, clients), "past": {name: past[name] for name in kept}}
+        return {**super().merge(task, server, uploads), "past": {name: past[name] for name in kept}}

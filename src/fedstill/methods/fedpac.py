@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..core import terms, tree
 from ..core.batch import Batch
-from ..core.method import Phase
+from ..core.method import Phase, Upload
 from ..core.settings import setting
 from ..core.simplex import simplex_minimum
 from ..core.task import Task
@@ -110,27 +110,25 @@ class FedPAC(FedAvg):
         spread = (of.sum(1) * features.square().sum(1)).sum() / n - mu.square().sum()
         return up | {"head": head, "mu": mu, "v": spread / n}, {}
 
-    def merge(
-        self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float], clients: Sequence[int]
-    ) -> Tree:
+    def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
         """The mean body, the new centroids, and for every participant its own combination of the heads."""
-        server = super().merge(task, server, ups, weights, clients)
+        server = super().merge(task, server, uploads)
         if self.lam:
-            counts = torch.stack([up["counts"] for up in ups])
-            means = torch.stack([up["centroids"] for up in ups])
+            counts = torch.stack([u.tree["counts"] for u in uploads])
+            means = torch.stack([u.tree["centroids"] for u in uploads])
             total = counts.sum(0)
             mean = (counts.unsqueeze(-1) * means).sum(0) / total.clamp(min=1).unsqueeze(1)
             server["centroids"] = torch.where((total > 0).unsqueeze(1), mean, server["centroids"])
             server["known"] = torch.where(total > 0, 1.0, server["known"])
         if not self.combine:
             return server
-        mu = torch.stack([up["mu"].double().flatten().cpu() for up in ups])
-        v = torch.stack([up["v"].double().cpu() for up in ups]).clamp(min=0)
+        mu = torch.stack([up["mu"].double().flatten().cpu() for up in (u.tree for u in uploads)])
+        v = torch.stack([u.tree["v"].double().cpu() for u in uploads]).clamp(min=0)
         combined = {}
-        for k, mine in zip(clients, mu, strict=True):
+        for k, mine in zip((u.client for u in uploads), mu, strict=True):
             apart = mine - mu
             alpha = simplex_minimum(torch.diag(v) + apart @ apart.T).tolist()
-            combined[str(k)] = tree.mean([up["head"] for up in ups], alpha)
+            combined[str(k)] = tree.mean([u.tree["head"] for u in uploads], alpha)
         return {**server, "heads": {**server["heads"], **combined}}
 
 

@@ -29,9 +29,8 @@ from ..core.batch import Batch
 from ..core.errors import InputError, Shown
 from ..core.method import Phase
 from ..core.settings import setting
-from ..core.task import Task
+from ..core.task import Task, pick
 from ..core.tree import Params, Tree
-from ..nn.split import pick
 from .fedavg import FedAvg
 
 

@@ -30,7 +30,7 @@ import torch
 
 from ..core import tree
 from ..core.errors import InputError
-from ..core.method import Method, Phase
+from ..core.method import Method, Phase, Upload
 from ..core.settings import setting
 from ..core.task import Task
 from ..core.tree import Params, Tree
@@ -69,6 +69,18 @@ class L2GD(Method):
         """J and A of this round, the same for every client."""
         return _run(task.uniform(LOCAL), self.p), _run(task.uniform(TOGETHER), 1 - self.p)
 
+    def init_server(self, task: Task, params: Params) -> Tree:
+        """x̄ = w⁰."""
+        return {"params": params}
+
+    def send(self, task: Task, server: Tree, client: int) -> Tree:
+        """x̄."""
+        return {"params": server["params"]}
+
+    def generic(self, task: Task, server: Tree) -> Params:
+        """x̄."""
+        return server["params"]  # type: ignore[no-any-return]
+
     def init_client(self, task: Task, params: Params) -> Tree:
         """x_k = w⁰, and that no round has been seen yet."""
         return {"params": params, "seen": tree.scalar_zero(params)}
@@ -93,12 +105,10 @@ class L2GD(Method):
         x = local["params"]
         return {"params": tree.sub(x, memory["params"])}, {"params": x, "seen": torch.ones_like(memory["seen"])}
 
-    def merge(
-        self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float], clients: Sequence[int]
-    ) -> Tree:
+    def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
         """x̄ ← x̄ + 1/n·Σ of the moves."""
-        mean = tree.mean([up["params"] for up in ups], [1.0] * len(ups))
-        return {"params": tree.add(server["params"], mean, len(ups) / task.clients)}
+        mean = task.average([u.params for u in uploads], [1.0] * len(uploads))
+        return {"params": tree.add(server["params"], mean, len(uploads) / task.clients)}
 
     def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
         """x_k, or x̄ for a client that never took part."""

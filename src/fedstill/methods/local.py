@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..core.method import Method
+from ..core.method import Method, Upload
 from ..core.task import Task
 from ..core.tree import Params, Tree
 
@@ -24,6 +24,14 @@ class Local(Method):
 
     id: ClassVar[str] = "local"
     scores: ClassVar[tuple[str, ...]] = ("personal",)
+
+    def init_server(self, task: Task, params: Params) -> Tree:
+        """w⁰, which nobody trains."""
+        return {"params": params}
+
+    def generic(self, task: Task, server: Tree) -> Params:
+        """w⁰."""
+        return server["params"]  # type: ignore[no-any-return]
 
     def init_client(self, task: Task, params: Params) -> Tree:
         """The client's own model."""
@@ -45,9 +53,7 @@ class Local(Method):
         """Nothing goes up."""
         return {}, {"params": local["params"]}
 
-    def merge(
-        self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float], clients: Sequence[int]
-    ) -> Tree:
+    def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
         """The server has nothing to do."""
         return server
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..core import terms, tree
 from ..core.batch import Batch
+from ..core.method import Upload
 from ..core.settings import setting
 from ..core.task import Task
 from ..core.tree import Params, Tree
@@ -73,14 +74,12 @@ class PFedKDWCL(FedAvg):
         gradient = task.local_gradient(divergence, down["params"])
         return {"gradient": gradient, "params": {name: theta[name] for name in task.net.buffers}}, kept
 
-    def merge(
-        self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float], clients: Sequence[int]
-    ) -> Tree:
+    def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
         """w ← w − η·mean of the gradients, or the mean of the θ̂_i."""
-        server = super().merge(task, server, ups, weights, clients)
+        server = super().merge(task, server, uploads)
         if self.server == "average":
             return server
-        gradient = tree.mean([up["gradient"] for up in ups], self.shares(weights))
+        gradient = task.average([u.tree["gradient"] for u in uploads], self.shares(uploads))
         moved = tree.add(task.trainable(server["params"]), gradient, -(self.server_lr or task.lr))
         return {"params": {**server["params"], **moved}}
 

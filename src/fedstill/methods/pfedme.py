@@ -29,7 +29,7 @@ from torch.func import grad_and_value
 
 from ..core import tree
 from ..core.batch import Batch
-from ..core.method import Phase
+from ..core.method import Phase, Upload
 from ..core.settings import setting
 from ..core.task import Task
 from ..core.tree import Params, Tree
@@ -89,11 +89,9 @@ class PFedMe(FedAvg):
         """w_k goes up, θ_k stays."""
         return {"params": local["params"]}, {"theta": local["theta"], "seen": torch.ones_like(memory["seen"])}
 
-    def merge(
-        self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float], clients: Sequence[int]
-    ) -> Tree:
+    def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
         """w ← mean + (β−1)·(mean − w), which is (1−β)·w + β·mean."""
-        params = tree.mean([up["params"] for up in ups], self.shares(weights))
+        params = task.average([u.params for u in uploads], self.shares(uploads))
         mean, w = task.trainable(params), task.trainable(server["params"])
         return {**server, "params": {**params, **tree.add(mean, tree.sub(mean, w), self.beta - 1)}}
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from ..core import terms, tree
 from ..core.batch import Batch
 from ..core.errors import InputError
+from ..core.method import Upload
 from ..core.settings import setting
 from ..core.task import Task
 from ..core.tree import Params, Tree
@@ -128,15 +129,13 @@ class PFedSD(FedAvg):
             return {"params": v}, kept
         return {"params": v, "fisher": kept.get("fisher", {})}, {}
 
-    def merge(
-        self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float], clients: Sequence[int]
-    ) -> Tree:
+    def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
         """The mean of the w_k; stateless also v_k ← w_k."""
-        server = super().merge(task, server, ups, weights, clients)
+        server = super().merge(task, server, uploads)
         if not self.stateless:
             return server
         kept = dict(server["clients"])
-        for client, up in zip(clients, ups, strict=True):
+        for client, up in ((u.client, u.tree) for u in uploads):
             fisher = {"fisher": up["fisher"]} if self.regulariser == "ewc" else {}
             mine = {"v": up["params"], "seen": torch.ones_like(server["blank"]["seen"]), **fisher}
             kept[str(client)] = tree.clone(mine)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ..core import tree
-from ..core.method import Phase
+from ..core.method import Phase, Upload
 from ..core.settings import setting
 from ..core.task import Task
 from ..core.tree import Params, Tree
@@ -69,12 +69,10 @@ class SCAFFOLD(FedAvg):
             {"c": tree.add(memory["c"], delta_c)},
         )
 
-    def merge(
-        self, task: Task, server: Tree, ups: Sequence[Tree], weights: Sequence[float], clients: Sequence[int]
-    ) -> Tree:
+    def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
         """x ← x + η_g·mean(Δy), c ← c + |S|/N·mean(Δc)."""
-        mean, x = tree.mean(ups, self.shares(weights)), server["params"]
+        mean, x = task.average([u.tree for u in uploads], self.shares(uploads)), server["params"]
         return {
             "params": {**tree.add(x, mean["params"]), **tree.add(task.trainable(x), mean["params"], self.server_lr)},
-            "c": tree.add(server["c"], mean["c"], len(ups) / task.clients),
+            "c": tree.add(server["c"], mean["c"], len(uploads) / task.clients),
         }

@@ -94,7 +94,7 @@ class Net:
     def channels(self) -> Channels:
         """The model's layers by channel, followed once."""
         if self._channels is None:
-            self._channels = follow(copy.deepcopy(self.module), self._example)
+            self._channels = follow(copy.deepcopy(self.module), self.example)
         return self._channels
 
     def _try(self, x: Tensor, mode: Keyed) -> tuple[Tensor, Params]:
@@ -133,7 +133,7 @@ class Net:
                 params = {name: self.fast_layout(value) for name, value in self.initial().items()}
                 weights = [params[name].requires_grad_() for name in self.parameters]
                 key = torch.zeros((), dtype=torch.int64, device=self.device)
-                out = self(params, self._example, train=train, key=key)
+                out = self(params, self.example, train=train, key=key)
                 uneven = torch.arange(out.numel(), device=out.device).cos().view_as(out).to(out.dtype)
                 slopes = torch.autograd.grad((out * uneven).sum(), weights, allow_unused=True, materialize_grads=True)
         finally:
@@ -182,10 +182,10 @@ class Net:
         A head that is one module at the model's end is called alone. Elsewhere the whole model runs, on zeros, and the features
         take the place of what the head's first module was given.
         """
-        taps: dict[str, Tensor] = {modules[0]: self._example}
+        taps: dict[str, Tensor] = {modules[0]: self.example}
         if modules not in self._direct:
             with torch.no_grad():
-                out = self(self.initial(), self._example, train=False, taps=taps)
+                out = self(self.initial(), self.example, train=False, taps=taps)
                 self._direct[modules] = len(modules) == 1 and torch.equal(
                     out, self._evaluating.get_submodule(modules[0])(taps[modules[0]])
                 )
@@ -195,7 +195,7 @@ class Net:
         if self._direct[modules]:
             part = (self._training if train else self._evaluating).get_submodule(modules[0])
             return self._forward(params, given, train, mode, part)
-        zeros = self._example[:1].expand(len(given), *self._example.shape[1:]) * 0
+        zeros = self.example[:1].expand(len(given), *self.example.shape[1:]) * 0
         with self._hooked(train, {}, {}, {modules[0]: given}):
             return self._forward({**self.initial(), **params}, zeros, train, mode)
 
@@ -289,7 +289,7 @@ class Net:
         if changed:
             right = "persistent if training changes it: what a state dict leaves out would be lost"
             raise InputError("model", Shown(f"buffer {changed[0]}"), right)
-        self.has_dropout, self._example = watch.dropouts > 0, pair
+        self.has_dropout, self.example = watch.dropouts > 0, pair
         self.outputs = int(logits.shape[1])
 
 

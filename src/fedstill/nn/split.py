@@ -6,27 +6,12 @@ Buffers go with the module that owns them, so a head's or a BatchNorm's running 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from ..core.errors import InputError, nearest
-from ..core.tree import Params
-
-
-@dataclass(frozen=True)
-class Split:
-    """The names (parameters and buffers) of a model's head and of its body."""
-
-    modules: tuple[str, ...]  # the head's modules
-    head: frozenset[str]
-    body: frozenset[str]
-
-
-def pick(params: Params, names: frozenset[str]) -> Params:
-    """The entries with these names, in the model's order."""
-    return {name: value for name, value in params.items() if name in names}
+from ..core.task import Split
 
 
 def by_head(module: nn.Module, head: str | Sequence[str] | None) -> Split | None:

@@ -20,7 +20,7 @@ from ..core.errors import InputError, TrainingError
 from ..core.method import Method, Phase
 from ..core.plan import Plan, key, permutation
 from ..core.task import Task
-from ..core.tree import Params
+from ..core.tree import Params, Tree
 from ..engine.trainer import Trainer, Work
 from ..run.evaluate import worst_tenth
 from ..server.sampler import count
@@ -41,6 +41,14 @@ class Further(Method):
     made_by: Method
     epochs: int
     part: Part
+
+    def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
+        """From the model that came down."""
+        return {"params": down["params"]}
+
+    def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
+        """The trained model goes back; nothing is kept."""
+        return {"params": local["params"]}, memory
 
     def phases(self, task: Task) -> tuple[Phase, ...]:
         """So many epochs of the head or of everything; what does not move keeps its values, BatchNorm's included."""

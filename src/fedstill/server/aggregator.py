@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core.errors import TrainingError
-from ..core.method import Method
+from ..core.method import Method, Upload
 from ..core.task import Task
 from ..core.tree import Tree
 from ..transport.messages import Order, Reply, Transport
@@ -42,8 +42,8 @@ class Aggregator:
         self.check(task, replies)
         if len(replies) < self.minimum:
             return server
-        ups, weights = [r.up for r in replies], [r.report["samples"] for r in replies]
-        merged = method.merge(task, server, ups, weights, [r.client for r in replies])
+        uploads = [Upload(r.up, r.report["samples"], r.client) for r in replies]
+        merged = method.merge(task, server, uploads)
         return merged if self.rule is None else self.rule.follow(server, merged)
 
     def check(self, task: Task, replies: Sequence[Reply]) -> None:
