@@ -12,7 +12,7 @@ import torch
 import fedstill as fs
 from fedstill import methods
 from fedstill.core import tree
-from fedstill.engine.trainer import Work
+from fedstill.engine.bench import Work
 from fedstill.run import fleet, simulation
 from fedstill.run.experiment import Training
 from fedstill.server.coordinator import epochs

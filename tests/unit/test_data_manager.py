@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import fedstill as fs
 from fedstill.data.dataset import Dataset, moments
+from fedstill.data.samples import Samples
 from fedstill.edge import data_manager
-from fedstill.edge.data_manager import DataManager, Samples, _packed
+from fedstill.edge.data_manager import DataManager, _packed
 from fedstill.engine import stacked
 
 from ..problems import identical, states

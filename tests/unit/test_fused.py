@@ -16,8 +16,8 @@ import fedstill as fs
 from fedstill import models
 from fedstill.core.optim import SGD
 from fedstill.engine import fused
+from fedstill.engine.bench import Bench
 from fedstill.engine.fused import Layer, Perceptron, recognise
-from fedstill.engine.trainer import Bench
 from fedstill.run import simulation
 from fedstill.run.experiment import Training
 

@@ -18,8 +18,9 @@ from fedstill.core.method import Phase
 from fedstill.core.tree import Params, Tree
 from fedstill.edge.model_store.store import ModelStore
 from fedstill.engine import pool
+from fedstill.engine.bench import Bench, Done, Work
 from fedstill.engine.pool import Pool
-from fedstill.engine.trainer import Bench, Done, Trainer, Work
+from fedstill.engine.trainer import Trainer
 from fedstill.run import simulation
 from fedstill.run.experiment import Training
 from fedstill.scores import forgetting

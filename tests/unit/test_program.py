@@ -23,9 +23,9 @@ from fedstill.core.plan import Plan
 from fedstill.core.task import Task
 from fedstill.core.tree import Params, Tree
 from fedstill.engine import program, stacked
+from fedstill.engine.bench import Work
 from fedstill.engine.stacked import Stacked
 from fedstill.engine.stage import Stage, TooMany
-from fedstill.engine.trainer import Work
 from fedstill.nn.kernels import convolution
 from fedstill.run import simulation
 from fedstill.run.experiment import Training

@@ -16,7 +16,7 @@ import fedstill as fs
 from fedstill import methods
 from fedstill.core import tree
 from fedstill.core.plan import Plan
-from fedstill.engine.trainer import Work
+from fedstill.engine.bench import Work
 from fedstill.run import fleet, simulation
 from fedstill.run.experiment import Training
 from fedstill.timing.clock import Clock, Devices

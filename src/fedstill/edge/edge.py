@@ -8,7 +8,8 @@ import torch
 
 from ..core.method import Method
 from ..core.tree import Params, Tree
-from ..engine.trainer import Done, Trainer, Work
+from ..engine.bench import Done, Work
+from ..engine.trainer import Trainer
 from ..transport.messages import Order, Reply
 from .model_store.store import ModelStore
 from .monitor import Monitor

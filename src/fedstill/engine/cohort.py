@@ -18,9 +18,9 @@ from ..core.plan import Tables
 from ..core.task import Site, Task
 from ..core.tree import Params, Tree
 from . import program
+from .bench import Bench, Done, Store, Work, given
 from .program import Watched, as_batch, over_clients
 from .stage import CannotReplay, rows_of
-from .trainer import Bench, Done, Store, Work, given
 
 if TYPE_CHECKING:
     from .stacked import Stacked

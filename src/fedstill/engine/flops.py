@@ -26,10 +26,10 @@ from ..core import tree
 from ..core.plan import Plan
 from ..core.task import Site, Task
 from ..core.tree import Tree
-from ..edge.data_manager import Part, Samples
+from ..data.samples import Part, Samples
 from ..nn.net import Net
+from .bench import SMALL, Bench
 from .one import run_phase
-from .trainer import SMALL, Bench
 
 aten = torch.ops.aten
 

@@ -23,7 +23,7 @@ from ..core.method import Method, Phase
 from ..core.optim import SGD
 from ..core.tree import Params
 from ..nn.net import Net
-from .trainer import Bench
+from .bench import Bench
 
 ALIGN = 16  # rows of a weight start at multiples of so many entries: products are a tenth faster
 _SHAPING = {"flatten", "view", "reshape", "size"}

@@ -14,9 +14,9 @@ from ..core.device import put
 from ..core.method import Method, Phase
 from ..core.task import Task
 from ..core.tree import Params, Tree
+from .bench import SMALL, Bench, Done, Work, given
 from .fused import Perceptron
 from .malloc import keep_freed_memory
-from .trainer import SMALL, Bench, Done, Work, given
 
 
 class One:

@@ -37,8 +37,8 @@ from ..core import tree
 from ..core.errors import InputError, Shown, TrainingError
 from ..core.tree import Params, Tree
 from .arena import Arena
+from .bench import Bench, Done, PartName, Work
 from .one import One, threads
-from .trainer import Bench, Done, PartName, Work
 
 CALL = 0.01  # seconds of work in one call below which handing it out costs more than it saves (0.2 to 0.3 ms a client)
 START = 0.5  # seconds of work in the rest of the run below which starting workers does (about 20 ms each)

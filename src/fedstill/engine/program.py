@@ -25,8 +25,8 @@ from ..core.method import Loss, Method
 from ..core.optim import SGD
 from ..core.task import Site, Task
 from ..core.tree import Params, Tree
-from ..edge.data_manager import Samples
-from .trainer import Bench
+from ..data.samples import Samples
+from .bench import Bench
 
 Level: TypeAlias = Literal["traced", "compiled"]
 

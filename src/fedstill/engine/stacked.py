@@ -26,11 +26,12 @@ from ..core.method import Phase
 from ..core.tree import Params, Tree
 from ..nn.kernels.convolution import Choices
 from ..nn.net import Net
+from .bench import Bench, Done, Store, Work
 from .cohort import Cohort
 from .malloc import keep_freed_memory
 from .program import over_clients
 from .stage import Stage, TooMany, say
-from .trainer import Bench, CompileName, Done, Store, Work
+from .trainer import CompileName
 
 ROWS = 32_768  # samples in one pass of scoring, over all clients
 WORTH_COMPILING = 2_000  # steps of a run from which on compiling the step pays

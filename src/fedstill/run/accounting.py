@@ -22,7 +22,7 @@ from ..server.traffic import SPLIT, nbytes
 
 if TYPE_CHECKING:
     from ..core.tree import Tree
-    from ..engine.trainer import Bench
+    from ..engine.bench import Bench
     from .result import Run
 
 __all__ = ["Cost", "Flops", "Work", "cost", "nbytes", "numbers", "seconds"]

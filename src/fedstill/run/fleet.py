@@ -19,8 +19,8 @@ from ..core import settings
 from ..core.errors import TrainingError, first_line
 from ..core.tree import Tree
 from ..data import Federation
+from ..engine.bench import Bench, Done, Work
 from ..engine.stage import say
-from ..engine.trainer import Bench, Done, Work
 from ..server.coordinator import Record
 from ..server.sampler import BY_PLAN
 from ..transport.messages import Order, Reply

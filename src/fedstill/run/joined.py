@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from ..core import plan, tree
 from ..core.plan import Plan
 from ..core.tree import Tree
-from ..edge.data_manager import DataManager, Part, Samples
+from ..data.samples import Part, Samples
+from ..edge.data_manager import DataManager
 from ..edge.model_store.store import ModelStore
 
 

@@ -27,8 +27,9 @@ from ..edge.data_manager import DataManager
 from ..edge.edge import Controller
 from ..edge.model_store.store import ModelStore
 from ..edge.monitor import Policy, SimulatedMonitor
+from ..engine.bench import Bench
 from ..engine.one import threads
-from ..engine.trainer import Bench, Trainer
+from ..engine.trainer import Trainer
 from ..nn.kernels.convolution import Choices
 from ..nn.net import Net
 from ..nn.split import by_head

@@ -21,7 +21,8 @@ from ..core.task import Task
 from ..core.tree import Params, Tree
 from ..edge.edge import Controller
 from ..edge.model_store.store import ModelStore
-from ..engine.trainer import Trainer, Work
+from ..engine.bench import Work
+from ..engine.trainer import Trainer
 from ..transport.messages import Order, Reply
 
 TRAINED = "fedstill:trained"  # in an upload on its way from the engine to the controller; it never leaves the client

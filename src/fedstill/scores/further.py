@@ -21,7 +21,8 @@ from ..core.method import Method, Phase
 from ..core.plan import Plan, key, permutation
 from ..core.task import Task
 from ..core.tree import Params, Tree
-from ..engine.trainer import Trainer, Work
+from ..engine.bench import Work
+from ..engine.trainer import Trainer
 from ..run.evaluate import worst_tenth
 from ..server.sampler import count
 
