@@ -10,8 +10,6 @@ A method is a frozen dataclass with pure hooks (`fedstill.core.method`); every m
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
-
 from . import methods as _methods
 from .core import terms, tree
 from .core.batch import Batch
@@ -19,6 +17,7 @@ from .core.errors import InputError, TrainingError
 from .core.method import Method, Phase
 from .core.settings import setting
 from .core.task import Task
+from .core.version import __version__
 from .data import Federation
 from .methods.apfl import APFL
 from .methods.cd2_pfed import CD2PFed
@@ -48,13 +47,14 @@ from .methods.scaffold import SCAFFOLD
 from .methods.spectral import SpectralCoDistillation
 from .run.evaluate import Evaluation
 from .run.experiment import Experiment, Training
-from .run.fleet import run_together
 from .run.result import Run
 from .run.simulation import resume, run, simulate
+from .run.together import run_together
 
 METHODS = _methods.METHODS
 
 __all__ = [
+    "__version__",
     "APFL",
     "L2GD",
     "METHODS",

@@ -42,3 +42,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
     hint = f"{close[0]!r}? " if close else ""
     return f"{hint}(one of: {', '.join(options)})" if options else "absent: nothing can be named here"
+
+
+class CannotStack(Exception):
+    """Why several runs cannot be trained side by side; they can still go one after the other."""

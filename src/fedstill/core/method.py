@@ -72,6 +72,8 @@ class Method:
     id: ClassVar[str] = ""  # its name on the command line and in TOML
     paper: ClassVar[str] = ""
     scores: ClassVar[tuple[str, ...]] = ("generic",)  # which models it trains: "generic", "personal" or both
+    trains_generic: ClassVar[bool] = True
+    """Whether the generic model as a whole is trained; where not, the mean of the personal models can be scored in its place."""
     needs_head: ClassVar[bool] = False
     averages: ClassVar[bool] = False  # whether `merge` puts a plain mean into "params", which a server rule may follow
     personal_passes: ClassVar[float] = 0.0

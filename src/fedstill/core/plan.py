@@ -189,3 +189,38 @@ class Plan:
     def step_keys(self, round: int, client: int, steps: int) -> NDArray[np.int64]:
         """The keys of a phase's dropout masks, one a step (31 bits, so that they fit any integer tensor)."""
         return (bits(key(self.seed, STEP, round, client), steps) >> np.uint64(33)).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class JointPlan:
+    """The plans of several runs side by side, for engines: slot r·K + k is client k of run r. One run is the case r = 0."""
+
+    plans: tuple[Plan, ...]
+    clients: int  # K, of each run
+
+    @property
+    def batch_size(self) -> int:
+        """Samples a step, the same in all runs."""
+        return self.plans[0].batch_size
+
+    def steps(self, samples: int, epochs: int) -> int:
+        """Return how many SGD steps so many samples and epochs are."""
+        return self.plans[0].steps(samples, epochs)
+
+    def order(self, round: int, slot: int, samples: int, epoch: int) -> NDArray[np.int64]:
+        """Return the order in which a client's samples are visited in one epoch."""
+        run, client = divmod(slot, self.clients)
+        return self.plans[run].order(round, client, samples, epoch)
+
+    def step_keys(self, round: int, slot: int, steps: int) -> NDArray[np.int64]:
+        """Return the keys of a phase's dropout masks, one a step."""
+        run, client = divmod(slot, self.clients)
+        return self.plans[run].step_keys(round, client, steps)
+
+    def tables(
+        self, round: int, slots: Sequence[int], samples: Sequence[int], epochs: int, width: int, device: torch.device
+    ) -> Tables:
+        """Return all batches of a phase of several clients, on the device."""
+        seeds = [self.plans[slot // self.clients].seed for slot in slots]
+        clients = [slot % self.clients for slot in slots]
+        return tables(seeds, self.batch_size, round, clients, samples, epochs, width, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -135,6 +136,10 @@ class Task:
     site: Site | None = None
     seed: int = 0
     average: Average = tree.mean
+
+    def at_site(self, site: Site) -> Task:
+        """Return the task as a client with this data sees it."""
+        return dataclasses.replace(self, site=site)
 
     @property
     def seen(self) -> Tensor:

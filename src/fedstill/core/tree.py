@@ -199,6 +199,25 @@ def finite_rows(n: int, *trees: Tree) -> Tensor:
     return torch.isfinite(torch.stack(sums)).all(0) if sums else torch.ones(n, dtype=torch.bool)
 
 
+def finite_each(trees: Sequence[Tree]) -> list[bool]:
+    """Return for each tree whether it holds only finite numbers; the device is waited for once.
+
+    Entries that `rows` made are summed as rows of their buffer, in one operation for all trees.
+    """
+    flat = [[leaf for _, leaf in leaves(tree) if leaf.is_floating_point()] for tree in trees]
+    same = all(len(entry) == len(flat[0]) for entry in flat)
+    together = _together(flat) if flat and flat[0] and same else None
+    if together is not None:
+        return [bool(ok) for ok in torch.isfinite(torch.stack(together[0]).sum(1, dtype=torch.float64)).tolist()]
+    finite = [True] * len(trees)
+    owners = [i for i, entry in enumerate(flat) for _ in entry]
+    if owners:
+        sums = torch.stack([leaf.sum(dtype=torch.float64) for entry in flat for leaf in entry])
+        for i, ok in zip(owners, torch.isfinite(sums).tolist(), strict=True):
+            finite[i] = finite[i] and ok
+    return finite
+
+
 def fit_rows(tree: Tree, names: frozenset[str], rows: int) -> Tree:
     """The tree with the named entries cut to `rows` rows, or filled up with zeros."""
 

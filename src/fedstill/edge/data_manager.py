@@ -3,50 +3,99 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..core.errors import InputError
+from ..core.errors import CannotStack, InputError
 from ..data.federation import Federation
 from ..data.samples import Part, Samples
 
 
 class DataManager:
-    """All parts of a federation's data, in one dtype on one device."""
+    """All splits of a federation's data, in one dtype on one device."""
 
     def __init__(self, federation: Federation, device: torch.device, dtype: torch.dtype) -> None:
         self.clients = len(federation)
-        bytes_ = (federation.mean, federation.std) if device.type == "cuda" else None
-        self.train = _part([(c.x_train, c.y_train) for c in federation.clients], device, dtype, bytes_)
-        self.test = _part([(c.x_test, c.y_test) for c in federation.clients], device, dtype, bytes_)
+        norm = (federation.mean, federation.std) if device.type == "cuda" else None
+        self.train = _part([(c.x_train, c.y_train) for c in federation.clients], device, dtype, norm)
+        self.test = _part([(c.x_test, c.y_test) for c in federation.clients], device, dtype, norm)
         validation = [(c.x_val, c.y_val) for c in federation.clients if c.x_val is not None and c.y_val is not None]
-        self.val = _part(validation, device, dtype, bytes_) if len(validation) == len(federation) else None
+        self.val = _part(validation, device, dtype, norm) if len(validation) == len(federation) else None
         self.common: tuple[Tensor, Tensor] | None = None
         if federation.test is not None:
             x, y = federation.test
             self.common = (x.to(device, dtype), y.to(device))
 
     def part(self, name: str) -> Part:
-        """train, val or test."""
+        """Return a split: train, val or test."""
         part = {"train": self.train, "val": self.val, "test": self.test}[name]
         if part is None:
             raise ValueError(f"the federation has no {name} part")
         return part
 
 
+class JointData:
+    """The data of several runs, one after another: slot r·K + k is client k of run r. Runs on the same data share it."""
+
+    def __init__(self, managers: Sequence[DataManager]) -> None:
+        if len({manager.clients for manager in managers}) > 1:
+            raise CannotStack("their numbers of clients differ")
+        self.train, self.test = (_joined([manager.part(name) for manager in managers]) for name in ("train", "test"))
+        validation = [manager.val for manager in managers if manager.val is not None]
+        if len(validation) not in (0, len(managers)):
+            raise CannotStack("not all of them have validation data")
+        self.val = _joined(validation) if validation else None
+
+    def part(self, name: str) -> Part:
+        """Return a split: train, val or test."""
+        part = {"train": self.train, "val": self.val, "test": self.test}[name]
+        if part is None:
+            raise ValueError(f"the federations have no {name} part")
+        return part
+
+
+def _joined(parts: Sequence[Part]) -> Part:
+    distinct: list[Part] = []
+    which = []  # for each part its place among the distinct ones
+    for part in parts:
+        same = [i for i, other in enumerate(distinct) if _same(part, other)]
+        which.append(same[0] if same else len(distinct))
+        distinct += [] if same else [part]
+    places = list(itertools.accumulate((len(part.y) for part in distinct), initial=0))
+    x = distinct[0].x
+    for part in distinct[1:]:
+        for name, tensor in x.tensors().items():
+            other = part.x.tensors().get(name)
+            if name != "raw" and (other is None or not torch.equal(tensor, other)):
+                raise CannotStack("their samples are normalised differently")
+        if part.x.raw.dtype != x.raw.dtype:
+            raise CannotStack("their samples have different dtypes")
+    joined = x.over({**x.tensors(), "raw": torch.cat([part.x.raw for part in distinct])}) if len(distinct) > 1 else x
+    starts = tuple(places[i] + start for i, part in zip(which, parts, strict=True) for start in part.starts)
+    sizes = tuple(size for part in parts for size in part.sizes)
+    return Part(joined, torch.cat([part.y for part in distinct]) if len(distinct) > 1 else distinct[0].y, starts, sizes)
+
+
+def _same(a: Part, b: Part) -> bool:
+    if a is b:
+        return True
+    return a.x.raw.dtype == b.x.raw.dtype and torch.equal(a.x.raw, b.x.raw) and torch.equal(a.y, b.y)
+
+
 Normalised: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 def _part(
-    arrays: list[tuple[Tensor, Tensor]], device: torch.device, dtype: torch.dtype, bytes_: Normalised | None
+    arrays: list[tuple[Tensor, Tensor]], device: torch.device, dtype: torch.dtype, norm: Normalised | None
 ) -> Part:
     sizes = tuple(len(y) for _, y in arrays)
     starts = tuple(itertools.accumulate(sizes, initial=0))[:-1]
     y = torch.cat([b for _, b in arrays]).to(device)
     x = torch.cat([a for a, _ in arrays])
-    packed = _packed(x, dtype, *bytes_) if bytes_ is not None else None
+    packed = _packed(x, dtype, *norm) if norm is not None else None
     if packed is None:
         packed = Samples(x.to(dtype).to(device))
         if not torch.isfinite(packed.raw).all():

@@ -1,125 +1,289 @@
-"""The Controller: takes orders, has the trainer carry them out, keeps the client's memory in the store, and answers."""
+"""The edge: the Controller answers orders, with the engine, the Model Store and the data of its clients.
+
+The same code serves one client at a real site, all clients of a simulation, and several runs side by side. Inside, clients are
+numbered by slot: r·K + k is client k of run r, so that the engine trains all runs' clients as one cohort.
+
+What a client keeps is committed when the server has taken its reply. Entries of its memory that must agree with the server's
+state (`Method.coupled`) are kept as they were before the training as well, until an order says whether the reply was taken.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-import torch
-
+from ..core import tree
 from ..core.method import Method
 from ..core.tree import Params, Tree
 from ..engine.bench import Done, Work
 from ..engine.trainer import Trainer
 from ..transport.messages import Order, Reply
+from .fine_tune import FineTune
 from .model_store.store import ModelStore
 from .monitor import Monitor
 
 
-class Controller:
-    """Answers orders for one client or for many: the same code at a real site and in a simulation."""
+@dataclass(frozen=True)
+class Undecided:
+    """A reply of which the client has not been told whether the server took it."""
 
-    def __init__(self, method: Method, trainer: Trainer, store: ModelStore) -> None:
-        self.method, self.trainer, self.store = method, trainer, store
-        self.monitor: Monitor | None = None  # None: nobody refuses
-        self.begun: dict[
-            int, tuple[int, Tree, Tree]
-        ] = {}  # wait-free: round, download and local state of personal work
+    round: int
+    last: int  # the round in which the client had trained before
+    memory: Tree  # the coupled entries as they were before
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Wait-free: personal work that has begun and is made up later."""
+
+    round: int
+    down: Tree
+    local: Tree  # empty: the model was sent without an order to train
+
+
+class Edge:
+    """Answers the orders of `len(methods)` runs for the same number of clients each."""
+
+    def __init__(
+        self, methods: Sequence[Method], trainer: Trainer, store: ModelStore, monitors: Sequence[Monitor | None]
+    ) -> None:
+        self.methods, self.trainer, self.store, self.monitors = methods, trainer, store, monitors
+        self.clients = len(trainer.bench.data.train.sizes) // len(methods)
         self.last: dict[int, int] = {}  # the round in which each client last trained
-        self.copies: dict[int, Tree] = {}  # wait-free: memories as they would be now, for scoring
+        self.undecided: dict[int, Undecided] = {}
+        self.begun: dict[int, Begun] = {}
+        self.copies: dict[
+            int, tuple[Tree, int]
+        ] = {}  # wait-free: memories (and `last`) as they would be now, for scores
+        self.kept: set[int] = set()  # clients whose memory is no longer the initial one
+        self._tuners: dict[tuple[int, int, str], Trainer] = {}
 
     def handle(self, orders: Sequence[Order]) -> Iterator[Reply]:
-        """Replies to the orders, refusals first, else in their order; all must be of one kind and round."""
-        refusals, orders = self.refusals(orders)
-        yield from refusals
-        if orders:
-            todo = {"train": self._train, "score": self._score, "begin": self._begin, "idle": self._idle}
-            yield from todo[orders[0].kind](orders)
+        """Yield the replies: refusals first, then those of each kind of order, in the order of the orders."""
+        for order in orders:
+            self._settle(order)
+        refusals = {id(order): reason for order in orders if (reason := self._refusal(order)) is not None}
+        for order in orders:
+            if id(order) in refusals:
+                yield self._reply(order, refusal=refusals[id(order)])
+        for group in _groups([order for order in orders if id(order) not in refusals]):
+            yield from self._answers[group[0].kind](self, group)
 
-    def refusals(self, orders: Sequence[Order]) -> tuple[list[Reply], Sequence[Order]]:
-        """The answers of clients that do not take on the work, and the orders of the others."""
-        if self.monitor is None or not orders or orders[0].kind != "train":
-            return [], orders
-        away = {order.client for order in orders if self.monitor.refusal(order.round, order.client) is not None}
-        refusals = [Reply("train", o.round, o.client, {}, {"refused": 1.0}) for o in orders if o.client in away]
-        return refusals, [order for order in orders if order.client not in away]
+    def slot(self, order: Order) -> int:
+        """Return the client's number among those of all runs."""
+        return order.run * self.clients + order.client
 
+    def memory(self, slot: int) -> tuple[Tree, int]:
+        """Return a client's memory as it is now, and the round in which it last trained."""
+        return self.copies[slot] if slot in self.copies else (self.store.get(slot), self.last.get(slot, 0))
+
+    # ---- training ----------------------------------------------------------------------------------------------------
     def _train(self, orders: Sequence[Order]) -> Iterator[Reply]:
-        works = [Work(o.client, o.down, part=o.work, last=self.last.get(o.client, 0)) for o in orders]
+        watched = [order for order in orders if order.watch]
+        received = dict(zip(map(self.slot, watched), self._hits("test", watched, self._received), strict=True))
         self.copies.clear()
+        works = []
+        for order in orders:
+            slot, coupled = self.slot(order), self.methods[order.run].coupled
+            last = self.last.get(slot, 0)
+            if coupled:
+                before = {name: value for name, value in self.store.get(slot).items() if name in coupled}
+                self.undecided[slot] = Undecided(order.round, last, tree.clone(before))
+            works.append(Work(slot, order.down, part=order.work, last=last, watch=order.watch))
         for order, done in zip(orders, self.trainer.train(orders[0].round, works, self.store), strict=True):
+            slot = done.client
             if order.work == "generic":
-                self.begun[order.client] = (order.round, order.down, done.local)
-            self.last[order.client] = order.round
-            yield self.trained(order, done)
+                self.begun[slot] = Begun(order.round, order.down, done.local)
+            else:
+                self._trained(slot, order.round)
+            report = {**_report(done), "samples": float(done.samples)}
+            if order.watch:
+                (hits,) = self.trainer.score("test", [(slot, done.local["trained"])])
+                tests = self.trainer.bench.data.part("test").sizes[slot]
+                report |= {"downloaded": float(received[slot]), "trained": float(hits), "tests": float(tests)}
+            yield self._reply(order, done.up, report)
+
+    def _trained(self, slot: int, round: int) -> None:
+        self.last[slot] = round
+        self.kept.add(slot)
+
+    def _received(self, order: Order) -> Params:
+        """Return the downloaded model, completed by the client's own parts where the method sends only some."""
+        received = order.down.get("params", {})
+        names = self.trainer.bench.net.names
+        if received.keys() >= set(names):
+            return {name: received[name] for name in names}
+        return {**self._personal(order), **received}
 
     def _begin(self, orders: Sequence[Order]) -> Iterator[Reply]:
         for order in orders:
-            self.begun[order.client] = (order.round, order.down, {})
-            yield Reply("begin", order.round, order.client)
+            self.begun[self.slot(order)] = Begun(order.round, order.down, {})
+            yield self._reply(order)
 
     def _idle(self, orders: Sequence[Order]) -> Iterator[Reply]:
-        """Personal training up to now; where it is not for good, the memory that it gives is a copy's."""
-        works, round, keep = [], orders[0].round, orders[0].keep
-        still = {order.client for order in orders if not order.steps and not self.begun[order.client][2]}
-        for client in sorted(still):  # a model was sent, no step was made from it: the memory is what it was
-            if keep:
-                del self.begun[client]
-            yield Reply("idle", round, client, {}, {"loss": 0.0, "steps": 0.0})
-        orders = [order for order in orders if order.client not in still]
+        """Make up personal training; with `keep` false the memory that it gives is a copy's."""
+        keep, works, working = orders[0].keep, [], []
         for order in orders:
-            _, down, local = self.begun[order.client]
-            memory = {} if keep else self.store.get(order.client)
-            works.append(Work(order.client, down, memory, part="idle", local=local, steps=order.steps))
-        trained = self.trainer.train(round, works, self.store if keep else None)
-        for order, done in zip(orders, trained, strict=True):
-            self.copies.pop(order.client, None)
+            slot = self.slot(order)
+            begun = self.begun.pop(slot) if keep else self.begun[slot]
+            if not order.steps and not begun.local:  # no step was made from the model that was sent: nothing changes
+                yield self._reply(order, report={"loss": 0.0, "steps": 0.0})
+                continue
+            memory = {} if keep else self.store.get(slot)
+            last = self.last.get(slot, 0)
+            works.append(Work(slot, begun.down, memory, part="idle", local=begun.local, steps=order.steps, last=last))
+            working.append(order)
+        done_of = self.trainer.train(orders[0].round, works, self.store if keep else None)
+        for order, done in zip(working, done_of, strict=True):
+            self.copies.pop(done.client, None)
             if keep:
-                del self.begun[order.client]
+                self._trained(done.client, order.round)
             else:
-                self.copies[order.client] = done.memory
-            report = {"loss": done.loss, "steps": float(done.steps), "finite": float(done.finite)}
-            yield Reply("idle", order.round, order.client, {}, report)
+                self.copies[done.client] = done.memory, order.round
+            yield self._reply(order, report=_report(done))
 
-    def kept(self) -> Tree:
-        """What a checkpoint must hold: personal work that has begun."""
-        return {
-            str(k): {"round": torch.tensor(float(round)), "down": down, "local": local}
-            for k, (round, down, local) in self.begun.items()
-        }
-
-    def go_on(self, kept: Tree) -> None:
-        """As it was when `kept` was made."""
-        self.begun = {
-            int(k): (int(part["round"]), part.get("down", {}), part.get("local", {})) for k, part in kept.items()
-        }
-
-    def trained(self, order: Order, done: Done) -> Reply:
-        """What a client answers when it has trained."""
-        report = {"loss": done.loss, "steps": float(done.steps), "samples": float(done.samples)}
-        return Reply("train", order.round, order.client, done.up, {**report, "finite": float(done.finite)})
-
-    def personal(self, order: Order) -> Params:
-        """The client's own model, given what came down."""
-        task = self.trainer.bench.home(order.round, order.client, self.last.get(order.client, 0))
-        memory = self.copies[order.client] if order.client in self.copies else self.store.get(order.client)
-        return self.method.personal(task, order.down, memory)
-
+    # ---- scoring and models ------------------------------------------------------------------------------------------
     def _score(self, orders: Sequence[Order]) -> Iterator[Reply]:
-        part = orders[0].part
-        hits = {model: self.trainer.score(part, models) for model, models in self.models(orders).items()}
-        yield from self.scored(orders, hits)
+        split = orders[0].split
+        reports: list[dict[str, float]] = [{} for _ in orders]
+        for model, choose in (("personal", self._personal), ("generic", _generic)):
+            rows = [i for i, order in enumerate(orders) if self._has(order, model)]
+            for i, hits in zip(rows, self._hits(split, [orders[i] for i in rows], choose), strict=True):
+                reports[i][model] = float(hits)
+        sizes = self.trainer.bench.data.part(split).sizes
+        for order, report in zip(orders, reports, strict=True):
+            yield self._reply(order, report={**report, "samples": float(sizes[self.slot(order)])})
 
-    def models(self, orders: Sequence[Order]) -> dict[str, list[tuple[int, Params]]]:
-        """What is to be scored: the clients' own models, and the generic one where it came along."""
-        found = {}
-        if "personal" in self.method.scores:
-            found["personal"] = [(order.client, self.personal(order)) for order in orders]
-        generic = [(order.client, order.generic) for order in orders if order.generic is not None]
-        return {**found, "generic": generic} if generic else found
+    def _has(self, order: Order, model: str) -> bool:
+        return "personal" in self.methods[order.run].scores if model == "personal" else order.generic is not None
 
-    def scored(self, orders: Sequence[Order], hits: Mapping[str, Sequence[int]]) -> Iterator[Reply]:
-        """What clients answer when they have scored."""
-        sizes = self.trainer.bench.data.part(orders[0].part).sizes
-        for row, order in enumerate(orders):
-            report = {model: float(right[row]) for model, right in hits.items()}
-            yield Reply("score", order.round, order.client, {}, {**report, "samples": float(sizes[order.client])})
+    def _hits(self, split: str, orders: Sequence[Order], choose: Callable[[Order], Params]) -> list[int]:
+        """Return how many samples of each client its model gets right."""
+        return self.trainer.score(split, [(self.slot(order), choose(order)) for order in orders])
+
+    def _personal(self, order: Order) -> Params:
+        """Return the client's own model, given what came down."""
+        slot = self.slot(order)
+        memory, last = self.memory(slot)
+        return self.methods[order.run].personal(self.trainer.bench.home(order.round, slot, last), order.down, memory)
+
+    def _served(self, order: Order) -> Params:
+        """Return the model that serves the client: its personal one, else the generic one that came along."""
+        if self._has(order, "personal"):
+            return self._personal(order)
+        assert order.generic is not None
+        return order.generic
+
+    def _model(self, orders: Sequence[Order]) -> Iterator[Reply]:
+        for order in orders:
+            yield self._reply(order, {"params": self._served(order)})
+
+    def _tune(self, orders: Sequence[Order]) -> Iterator[Reply]:
+        """Train clients' models further, on copies, and score them before and after."""
+        first = orders[0]
+        models = [self._served(order) for order in orders]
+        slots = [self.slot(order) for order in orders]
+        before = self.trainer.score(first.split, list(zip(slots, models, strict=True)))
+        trainer = self._tuner(first)
+        works = [Work(slot, {"params": model}) for slot, model in zip(slots, models, strict=True)]
+        done_of = list(trainer.train(first.round, works))
+        after = trainer.score(first.split, [(done.client, done.up["params"]) for done in done_of])
+        sizes = self.trainer.bench.data.part(first.split).sizes
+        for order, done, was, now in zip(orders, done_of, before, after, strict=True):
+            report = {"before": float(was), "after": float(now), "samples": float(sizes[done.client])}
+            yield self._reply(order, report={**_report(done), **report})
+
+    def _tuner(self, order: Order) -> Trainer:
+        key = order.run, order.epochs, order.subset
+        if key not in self._tuners:
+            method = FineTune(made_by=self.methods[order.run], epochs=order.epochs, subset=order.subset)
+            method.phases(self.trainer.bench.task)  # refuses a head that the model does not have
+            self._tuners[key] = self.trainer.over(dataclasses.replace(self.trainer.bench, method=method))
+        return self._tuners[key]
+
+    # ---- what is kept ------------------------------------------------------------------------------------------------
+    def _settle(self, order: Order) -> None:
+        """Commit the client's last training, or roll its coupled entries back, once the server has decided."""
+        slot = self.slot(order)
+        open_ = self.undecided.get(slot)
+        if open_ is None or order.settled < open_.round:
+            return
+        del self.undecided[slot]
+        if order.settled > open_.round or not order.taken:
+            self.store.put(slot, {**self.store.get(slot), **open_.memory})
+            self.last[slot] = open_.last
+
+    def _state(self, orders: Sequence[Order]) -> Iterator[Reply]:
+        """Return all that is kept for each client, nothing for one that has not begun anything."""
+        for order in orders:
+            slot = self.slot(order)
+            up: Tree = {"memory": self.store.read(slot)} if slot in self.kept else {}
+            report = {"last": float(self.last.get(slot, 0))}
+            if slot in self.undecided:
+                open_ = self.undecided[slot]
+                up["undecided"] = open_.memory
+                report |= {"undecided": float(open_.round), "undecided_last": float(open_.last)}
+            if slot in self.begun:
+                begun = self.begun[slot]
+                up["begun"] = {"down": begun.down, "local": begun.local}
+                report["begun"] = float(begun.round)
+            yield self._reply(order, up, report)
+
+    def _restore(self, orders: Sequence[Order]) -> Iterator[Reply]:
+        """Put back what `state` returned: its `up` as `down`, its numbers in `down["report"]`."""
+        for order in orders:
+            slot, down = self.slot(order), order.down
+            numbers = {name: int(value) for name, value in down["report"].items()}
+            if "memory" in down:
+                self.store.put(slot, down["memory"])
+                self.kept.add(slot)
+            if numbers["last"]:
+                self.last[slot] = numbers["last"]
+            if "undecided" in numbers:
+                memory = down.get("undecided", {})
+                self.undecided[slot] = Undecided(numbers["undecided"], numbers["undecided_last"], memory)
+            if "begun" in numbers:
+                begun = down.get("begun", {})
+                self.begun[slot] = Begun(numbers["begun"], begun.get("down", {}), begun.get("local", {}))
+            yield self._reply(order)
+
+    # ---- answers -----------------------------------------------------------------------------------------------------
+    def _refusal(self, order: Order) -> str | None:
+        monitor = self.monitors[order.run] if order.kind == "train" else None
+        return None if monitor is None else monitor.refusal(order.round, order.client)
+
+    def _reply(
+        self, order: Order, up: Tree | None = None, report: Mapping[str, float] | None = None, refusal: str = ""
+    ) -> Reply:
+        return Reply(order.kind, order.round, order.client, up or {}, dict(report or {}), order.run, refusal)
+
+    _answers = {
+        "train": _train,
+        "begin": _begin,
+        "idle": _idle,
+        "score": _score,
+        "model": _model,
+        "tune": _tune,
+        "state": _state,
+        "restore": _restore,
+    }
+
+
+def _generic(order: Order) -> Params:
+    assert order.generic is not None
+    return order.generic
+
+
+def _report(done: Done) -> dict[str, float]:
+    return {"loss": done.loss, "steps": float(done.steps), "finite": float(done.finite)}
+
+
+def _groups(orders: Sequence[Order]) -> list[list[Order]]:
+    """Divide orders into those that can be carried out together, each group in the order of the orders."""
+    groups: dict[tuple[object, ...], list[Order]] = {}
+    for order in orders:
+        key = (order.kind, order.round, order.work, order.keep, order.split, order.epochs, order.subset)
+        # A tuned model is trained by its own run's method.
+        groups.setdefault((*key, order.run if order.kind == "tune" else 0), []).append(order)
+    return list(groups.values())

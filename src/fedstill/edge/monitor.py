@@ -1,7 +1,7 @@
 """The System Monitor: how a device is, and whether it takes on work. A device may refuse; the round then goes on without it.
 
 At a real site the numbers come from the machine (`psutil` where it is installed, else what the standard library knows); in a
-simulation they are drawn from (seed, round, client), about the means that the profile gives.
+simulation they are drawn from (seed, round, client): see `timing.monitor`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from typing import Protocol
-
-import numpy as np
-
-from ..core import plan
-from ..timing.clock import LEVELS, Clock
 
 
 @dataclass(frozen=True)
@@ -53,28 +48,6 @@ class Monitor(Protocol):
 
     def refusal(self, round: int, client: int) -> str | None:
         """Why this client refuses to work in this round; None: it accepts."""
-
-
-@dataclass(frozen=True)
-class SimulatedMonitor:
-    """Devices of a profile: battery, load and memory are drawn evenly about their means, as widely as 0 and 1 allow."""
-
-    clock: Clock
-    policy: Policy
-
-    def status(self, round: int, client: int) -> Status:
-        """The device's state in a round."""
-        who, devices = np.array([client]), self.clock.devices
-        drawn = {}
-        for i, name in enumerate(LEVELS):
-            mean = float(getattr(devices, name)[client])
-            u = float(self.clock.uniform(plan.MONITOR, round, who, i)[0])
-            drawn[name] = mean + (2 * u - 1) * min(mean, 1 - mean)
-        return Status(**drawn, network=float(devices.uplink[client]))
-
-    def refusal(self, round: int, client: int) -> str | None:
-        """Why this client refuses; None: it accepts."""
-        return self.policy.refusal(self.status(round, client))
 
 
 @dataclass(frozen=True)

@@ -81,11 +81,11 @@ def cost(run: Run, bench: Bench | None = None) -> Cost:
         bytes_up=_mean([r["bytes_up"] for r in history if "bytes_up" in r]),
         seconds=seconds(history),
     )
-    if run._trainer is None or not history or not history[-1]["participants"]:
+    if not run.has_data or not history or not history[-1]["participants"]:
         return found
     other, bench, client = bench is not None, bench or run.trainer.bench, int(history[-1]["participants"][0])
     samples = max(1, round(float(np.mean([bench.data.train.sizes[k] for k in run.clients]))))
-    down, memory = run.method.send(run.task, run._server, client), run._store.get(client)
+    down, memory = run.method.send(run.task, run.server, client), run.memory(client)
     try:
         counted = flops.count(bench, run.task.round, down, memory, samples, MANY if other else 0)
     except Exception as error:  # a finished run must not be lost because its work cannot be counted

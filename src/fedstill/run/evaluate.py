@@ -21,51 +21,6 @@ import numpy as np
 from ..core import settings
 from ..core.errors import InputError
 from ..core.settings import setting
-from ..transport.messages import Reply
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Right answers and test sizes, by client, for each model that was scored."""
-
-    clients: list[int]
-    samples: list[int]
-    hits: dict[str, list[int]]
-
-    @classmethod
-    def read(cls, replies: Sequence[Reply], models: Sequence[str]) -> Scores:
-        """From the clients' replies. Where a method has only a generic model, that is also what serves each client."""
-        hits = {model: [int(r.report[model]) for r in replies] for model in models}
-        hits.setdefault("personal", hits.get("generic", []))
-        return cls([r.client for r in replies], [int(r.report["samples"]) for r in replies], hits)
-
-
-def summary(scores: Scores, prefix: str = "") -> dict[str, Any]:
-    """The numbers of one round's record.
-
-    `personal` is the mean over clients, `personal_sample` over samples, `personal_std` the spread over clients and
-    `personal_worst` the mean of the worst tenth of clients; `generic` counts every client's test samples alike (the common
-    test set, where there is one, has a number of its own: `generic_common`); `generic_client` is its mean over clients.
-    """
-    sizes = np.array(scores.samples, dtype=float)
-    found: dict[str, Any] = {}
-    for model, hits in scores.hits.items():
-        rates = np.array(hits, dtype=float) / sizes
-        found[f"{prefix}{model}_clients"] = {str(k): float(r) for k, r in zip(scores.clients, rates, strict=True)}
-        per_sample = float(np.sum(hits) / sizes.sum())
-        if model == "generic":
-            found[f"{prefix}generic"], found[f"{prefix}generic_client"] = per_sample, float(rates.mean())
-        else:
-            found[f"{prefix}personal"], found[f"{prefix}personal_sample"] = float(rates.mean()), per_sample
-            found[f"{prefix}personal_std"], found[f"{prefix}personal_worst"] = float(rates.std()), worst_tenth(rates)
-    found[f"{prefix}samples"] = {str(k): n for k, n in zip(scores.clients, scores.samples, strict=True)}
-    return found
-
-
-def worst_tenth(rates: Any) -> float:
-    """Mean of the worst 10 % of clients (at least one client)."""
-    ordered = np.sort(np.asarray(rates, dtype=float))
-    return float(ordered[: max(1, len(ordered) // 10)].mean())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +49,7 @@ class Evaluation:
         return f"{self.model} model, {self.clients} clients, mean per {self.mean}, {rounds[self.round]}"
 
     def of(self, history: Sequence[dict[str, Any]]) -> float:
-        """The number, from a run's history."""
+        """Return the number, from a run's history."""
         scored = [record for record in history if f"{self.model}_clients" in record]
         if self.clients == "participants":
             scored = [record for record in scored if record["participants"]]  # a round may have had none

@@ -27,8 +27,10 @@ import torch
 from ..core import tree
 from ..core.errors import InputError
 from ..core.tree import Tree
+from ..core.version import __version__
 from ..nn.kernels.convolution import Choices
 
+FORMAT = 2  # of a run folder; a folder with another is refused
 KEEP = 2  # checkpoints kept: a kill while one is written leaves the one before
 PART = 256 * 2**20  # bytes of clients' memories in one file
 CLIENTS = "clients"
@@ -57,6 +59,20 @@ class Journal:
                 "out", str(self.folder), "a folder that is new or empty ('fedstill resume FOLDER' goes on with a run)"
             )
 
+    def check_version(self) -> None:
+        """Refuse a folder that an earlier version made: its checkpoints have another form."""
+        file = self.folder / "environment.json"
+        try:
+            about = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            about = {}
+        if not isinstance(about, dict) or about.get("format") != FORMAT:
+            version = about.get("fedstill", "an unknown version") if isinstance(about, dict) else "an unknown version"
+            right = (
+                f"made by fedstill {__version__}: this one was made by {version}, whose checkpoints had another form"
+            )
+            raise InputError("folder", str(self.folder), right)
+
     def check_partition(self, partition: Mapping[str, Any]) -> None:
         """Refuse to go on when the data is divided otherwise than when the run began."""
         before = json.loads((self.folder / "partition.json").read_text(encoding="utf-8"))
@@ -73,8 +89,8 @@ class Journal:
             _append(self.timeline, record["timeline"])
         _append(self.metrics, {name: value for name, value in record.items() if name != "timeline"})
 
-    def keep_choices(self, choices: Choices) -> None:
-        """Write down what was measured, where that is news."""
+    def write_choices(self, choices: Choices) -> None:
+        """Write what was measured, where that is news."""
         found = choices.said()
         if found and found != self.choices():
             write(self.folder / "choices.json", (json.dumps(found, indent=2) + "\n").encode())
@@ -96,34 +112,18 @@ class Journal:
         return _lines(self.timeline, upto)
 
     def save(self, round: int, state: Tree, clients: Iterable[tuple[int, Tree]] = ()) -> None:
-        """Keep the state after a round and the clients' memories, one after another; older checkpoints than the newest two go.
-
-        What there is lies in files of about 256 MiB, so that no more than that is in memory at once. The list of them, with
-        their checksums, is written last: a checkpoint without it does not count.
-        """
-        from safetensors.torch import save
-
-        name = f"round-{round:06d}"
-        listed: list[dict[str, Any]] = []
-        for part in _parts(state, clients):
-            data = save({leaf_name: leaf.detach().cpu().contiguous().clone() for leaf_name, leaf in tree.leaves(part)})
-            file = f"{name}-{len(listed)}.safetensors" if listed else f"{name}.safetensors"
-            write(self.checkpoints / file, data)
-            listed.append({"file": file, "sha256": hashlib.sha256(data).hexdigest(), "outline": tree.outline(part)})
-            del part, data  # before the next one is put together
-        write(self.checkpoints / f"{name}.json", json.dumps({"round": round, "parts": listed}).encode())
-        for old in sorted(self.checkpoints.glob("round-*.json"))[:-KEEP]:
-            old.unlink()
-            for gone in (*self.checkpoints.glob(f"{old.stem}.*"), *self.checkpoints.glob(f"{old.stem}-*")):
-                gone.unlink()
+        """Write the state after a round and the clients' states, one after another."""
+        checkpoint = CheckpointWriter(self, round, state)
+        for client, kept in clients:
+            checkpoint.add(client, kept)
+        checkpoint.close()
 
     def load(self, device: torch.device) -> Checkpoint | None:
         """The newest whole checkpoint whose rounds are all recorded; None where there is none."""
         for about_file in sorted(self.checkpoints.glob("round-*.json"), reverse=True):
             try:
                 about = json.loads(about_file.read_text(encoding="utf-8"))
-                once = {**about, "file": f"{about_file.stem}.safetensors"}  # there was one file, whose facts stood here
-                listed = about.get("parts") or [once]
+                listed = about["parts"]
                 parts = tuple((self.checkpoints / part["file"], part["outline"]) for part in listed)
                 whole = all(_checksum(self.checkpoints / part["file"]) == part["sha256"] for part in listed)
             except (OSError, ValueError, KeyError, TypeError):
@@ -140,6 +140,47 @@ class Journal:
             write(self.timeline, "".join(json.dumps(line) + "\n" for line in lines).encode())
         by_round = {line["round"]: {"timeline": line} for line in lines}
         return [{**record, **by_round.get(record["round"], {})} for record in records]
+
+
+class CheckpointWriter:
+    """Writes a checkpoint in files of about 256 MiB, so that no more than that is in memory at once.
+
+    The list of files, with their checksums, is written last: a checkpoint without it does not count. Then older checkpoints than
+    the newest two go.
+    """
+
+    def __init__(self, journal: Journal, round: int, state: Tree) -> None:
+        self.journal, self.round, self.name = journal, round, f"round-{round:06d}"
+        self.listed: list[dict[str, Any]] = []
+        self._chunk: Tree = {**state, CLIENTS: {}}
+        self._size = 0
+
+    def add(self, client: int, kept: Tree) -> None:
+        """Add a client's state."""
+        if self._size >= PART:
+            self._flush()
+        self._chunk[CLIENTS][str(client)] = kept
+        self._size += sum(leaf.nbytes for _, leaf in tree.leaves(kept))
+
+    def close(self) -> None:
+        """Write what is left, then the list; remove older checkpoints."""
+        self._flush()
+        folder = self.journal.checkpoints
+        write(folder / f"{self.name}.json", json.dumps({"round": self.round, "parts": self.listed}).encode())
+        for old in sorted(folder.glob("round-*.json"))[:-KEEP]:
+            old.unlink()
+            for gone in (*folder.glob(f"{old.stem}.*"), *folder.glob(f"{old.stem}-*")):
+                gone.unlink()
+
+    def _flush(self) -> None:
+        from safetensors.torch import save
+
+        chunk, self._chunk, self._size = self._chunk, {CLIENTS: {}}, 0
+        data = save({name: leaf.detach().cpu().contiguous().clone() for name, leaf in tree.leaves(chunk)})
+        file = f"{self.name}-{len(self.listed)}.safetensors" if self.listed else f"{self.name}.safetensors"
+        write(self.journal.checkpoints / file, data)
+        digest = hashlib.sha256(data).hexdigest()
+        self.listed.append({"file": file, "sha256": digest, "outline": tree.outline(chunk)})
 
 
 @dataclass(frozen=True)
@@ -165,18 +206,6 @@ class Checkpoint:
 
         file, outline = self.parts[number]
         return tree.to(tree.fill(outline, load(file.read_bytes())), self.device)
-
-
-def _parts(state: Tree, clients: Iterable[tuple[int, Tree]]) -> Iterator[Tree]:
-    """The state and the first clients, then more clients, each part not much larger than PART."""
-    part, size = {**state, CLIENTS: {}}, 0
-    for client, memory in clients:
-        if size >= PART:
-            yield part
-            part, size = {CLIENTS: {}}, 0
-        part[CLIENTS][str(client)] = memory
-        size += sum(leaf.nbytes for _, leaf in tree.leaves(memory))
-    yield part
 
 
 def _checksum(file: Path) -> str:
@@ -217,10 +246,9 @@ def write(path: Path, data: bytes) -> None:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions and device: what may make numbers differ in the last bits."""
-    from .. import __version__
-
     return {
         "fedstill": __version__,
+        "format": FORMAT,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "numpy": np.__version__,

@@ -13,53 +13,67 @@ from ..core.method import Method
 from ..core.task import Task
 from ..core.tree import Params, Tree
 from ..data import Dataset
-from ..edge.model_store.store import ModelStore
+from ..edge.data_manager import DataManager
 from ..engine.trainer import Trainer
-from ..server.coordinator import Record
+from ..server.coordinator import Coordinator, Record
+from ..transport.messages import Kind, Reply
 from . import accounting
+from .driver import Driver
 from .evaluate import Evaluation
 from .experiment import Training
+from .prepare import Simulation
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Run:
-    """What a run gave."""
+    """What a run gave. Whatever needs a client's memory is asked of the client by an order, on any transport."""
 
+    _simulation: Simulation | None  # None: made without its data (`without_data`)
+    _coordinator: Coordinator | None
+    _driver: Driver | None
     method: Method
     training: Training
     engine: str
     history: list[Record]  # one record a round
     seconds: float
-    _task: Task
-    _server: Tree
-    _store: ModelStore
+    task: Task  # the setting of local work, at the last round
     newcomers: tuple[int, ...] = ()  # clients that did not take part in training
     after: dict[str, Any] = dataclasses.field(default_factory=dict)  # scores after the federation that were asked for
-    _trainer: Trainer | None = None
-    _samples: scores.Samples | None = None
     _cost: list[accounting.Cost] = dataclasses.field(default_factory=list)  # once it was asked for
 
-    @property
-    def task(self) -> Task:
-        """The setting of local work, at the last round."""
-        return self._task
+    @classmethod
+    def of(cls, simulation: Simulation, coordinator: Coordinator, driver: Driver, engine: str, seconds: float) -> Run:
+        """Return the result of a coordinator whose rounds are over."""
+        task = dataclasses.replace(coordinator.task, round=coordinator.task.rounds)
+        history, newcomers = coordinator.state.history, simulation.newcomers
+        return cls(
+            simulation, coordinator, driver, simulation.method, simulation.training, engine, history, seconds, task, newcomers
+        )  # fmt: skip
 
     @property
     def trainer(self) -> Trainer:
-        """What trains and scores the clients, with their data."""
-        if self._trainer is None:
-            raise RuntimeError("this run was made without its data")
-        return self._trainer
+        """What trains and scores clients in this process, with their data."""
+        return self._whole()[0].trainer
+
+    @property
+    def data(self) -> DataManager:
+        """The clients' data."""
+        return self._whole()[0].data
+
+    @property
+    def server(self) -> Tree:
+        """The server's state after the last round."""
+        return self._whole()[1].state.server
+
+    @property
+    def external_data(self) -> Any:
+        """Samples and labels of a source that no client had, where the run has one."""
+        return self._whole()[0].external
 
     @property
     def clients(self) -> list[int]:
         """The clients that took part in the federation: all but the newcomers."""
-        return [k for k in range(self._task.clients + len(self.newcomers)) if k not in self.newcomers]
-
-    @property
-    def has_common(self) -> bool:
-        """Whether there is a test set that belongs to no client."""
-        return self._trainer is not None and self._trainer.data.common is not None
+        return [k for k in range(self.task.clients + len(self.newcomers)) if k not in self.newcomers]
 
     @property
     def cost(self) -> accounting.Cost:
@@ -69,63 +83,87 @@ class Run:
         return self._cost[0]
 
     def without_data(self) -> Run:
-        """The same result, its cost counted, without what holds the clients' data."""
+        """Return the same result, its cost counted, without the clients and their data."""
         _ = self.cost
-        return dataclasses.replace(self, _trainer=None)
+        return dataclasses.replace(self, _simulation=None, _coordinator=None, _driver=None)
+
+    @property
+    def has_data(self) -> bool:
+        """Whether the clients and their data are still there."""
+        return self._simulation is not None
+
+    def ask(self, kind: Kind, clients: Sequence[int], **options: Any) -> list[Reply]:
+        """Send an order to each of the clients, with what they would download now, and return their replies."""
+        _, coordinator, driver = self._whole()
+        return driver.ask([coordinator.order(kind, self.task, k, **options) for k in clients], coordinator.run)
 
     def served(self, client: int) -> Params:
-        """The model that serves a client, as it is kept: its personal one, else the generic one."""
+        """Return the model that serves a client, by the names of the model's state: its personal one, else the generic one."""
         if "personal" not in self.method.scores:
-            return self.method.generic(self._task, self._server)
-        down = self.method.send(self._task, self._server, client)
-        task = self._task if self._trainer is None else self._trainer.bench.home(self._task.round, client)
-        return self.method.personal(task, down, self._store.get(client))
+            return self.generic_model()
+        (reply,) = self.ask("model", [client])
+        return reply.up["params"]  # type: ignore[no-any-return]
+
+    def generic_model(self) -> Params:
+        """Return the generic model, by the names of the model's state."""
+        return self.method.generic(self.task, self.server)
+
+    def memory(self, client: int) -> Tree:
+        """Return what a client keeps between rounds, as far as it is decided which of its replies count."""
+        (reply,) = self.ask("state", [client], down={})
+        simulation = self._whole()[0]
+        memory = reply.up.get("memory", self.method.init_client(self.task, simulation.initial))
+        return {**memory, **reply.up.get("undecided", {})}
 
     def personal(self, client: int) -> Params:
-        """A client's own model as a state dict (for a method without personal models, the generic one)."""
-        last = self._task.clients + len(self.newcomers) - 1
+        """Return a client's own model as a state dict (for a method without personal models, the generic one)."""
+        last = self.task.clients + len(self.newcomers) - 1
         if not 0 <= client <= last:
             raise InputError("client", client, f"a number from 0 to {last}")
-        return self._task.net.export(self.served(client))
+        return self.task.net.export(self.served(client))
 
     def generic(self) -> Params:
-        """The model for everybody as a state dict (for `Local`, where nobody trains one: the initial weights)."""
-        return self._task.net.export(self.method.generic(self._task, self._server))
+        """Return the model for everybody as a state dict (for `Local`, where nobody trains one: the initial weights)."""
+        return self.task.net.export(self.generic_model())
 
     def score(self, **contract: Any) -> float:
-        """One number by the evaluation contract: `model`, `clients`, `mean`, `round` (see `Evaluation`)."""
+        """Return one number by the evaluation contract: `model`, `clients`, `mean`, `round` (see `Evaluation`)."""
         return settings.build(Evaluation, contract).of(self.history)
 
     def new(self, on: Literal["clients", "common"] = "clients") -> float:
-        """Accuracy where a sample's owner is unknown: all personal models vote, on all clients' tests or the common set."""
+        """Return the accuracy where a sample's owner is unknown: all personal models vote, on all clients' tests or the common set."""
         return scores.new(self, on)
 
     def external(self, data: Dataset | Sequence[Any], model: Literal["ensemble", "generic"] = "ensemble") -> float:
-        """Accuracy on a source that no client had, a `Dataset` or (x, y): of all personal models' vote, or the generic one."""
-        if self._samples is None:
-            raise RuntimeError("this run was made without its data")
-        return scores.on_external(self, self._samples.read(data), model)
+        """Return the accuracy on a source that no client had, a `Dataset` or (x, y): of all models' vote, or the generic one."""
+        return scores.on_external(self, self._whole()[0].samples.read(data), model)
 
     def averaged(
         self, on: Literal["clients", "common"] = "clients", mean: Literal["weighted", "uniform"] = "weighted"
     ) -> float:
-        """Accuracy of the mean of the personal models' weights: a generic score for methods without a generic model."""
+        """Return the accuracy of the mean of the personal weights: a generic score for methods without a generic model."""
         return scores.averaged(self, on, mean)
 
     def fine_tuned(
         self, epochs: int = 10, part: Literal["head", "all"] = "head", mean: Literal["client", "sample"] = "client"
     ) -> float:
-        """Accuracy on their own tests after each client has trained its model for `epochs` more; the run does not change."""
-        found = scores.fine_tuned(self, epochs, part)
-        return float(found["fine_tuned" if mean == "client" else "fine_tuned_sample"])
+        """Return the accuracy on their own tests after each client has trained on for `epochs`; the run does not change."""
+        results = scores.fine_tuned(self, epochs, part)
+        return float(results["fine_tuned" if mean == "client" else "fine_tuned_sample"])
 
     def joined(self, epochs: int = 5) -> tuple[float, float]:
-        """Accuracy of the newcomers, mean per client: with what the method gives them, and after `epochs` of training."""
-        found = scores.joined(self, epochs)
-        return found["newcomers_before"], found["newcomers_after"]
+        """Return the accuracy of the newcomers, weighted by their training samples: with what the method gives them, and after
+        `epochs` of training."""
+        results = scores.joined(self, epochs)
+        return results["newcomers_before"], results["newcomers_after"]
 
     def table(self) -> str:
-        """The result as text, with what it is a result of."""
+        """Return the result as text, with what it is a result of."""
         from ..report.text import table
 
         return table([self])
+
+    def _whole(self) -> tuple[Simulation, Coordinator, Driver]:
+        if self._simulation is None or self._coordinator is None or self._driver is None:
+            raise RuntimeError("this run was made without its data")
+        return self._simulation, self._coordinator, self._driver

@@ -3,13 +3,13 @@
     New(x) = argmax_c  1/K · Σ_k softmax(f(v_k, x))_c          (CD²-pFed's New test; on another source: External)
     averaged:  v̄ = Σ p_k·v_k,  p_k = n_k / Σ n_j                (spectral co-distillation's GM of personal-only methods)
 
-Only one block of [samples, classes] is ever held, whatever the number of clients: votes are added up model by model.
+Only one block of [samples, classes] is ever in memory, whatever the number of clients: votes are added up model by model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,37 +20,35 @@ from ..core.errors import InputError
 from ..core.task import CHUNK
 from ..core.tree import Params
 from ..data.federation import Pair
-
-if TYPE_CHECKING:
-    from ..run.result import Run
+from .score import Finished, Score, register
 
 VOTES = 1 << 22  # samples × classes of one block
 STACK = 8  # models in one pass of the stacked engine
 On: TypeAlias = Literal["clients", "common"]
 
 
-def new(run: Run, on: On = "clients") -> float:
-    """Accuracy of the ensemble of all clients' personal models on the union of their tests, or on the common test set."""
+def new(run: Finished, on: On = "clients") -> float:
+    """Return the accuracy of the ensemble of all clients' personal models on the union of their tests, or the common test."""
     return _accuracy(run, _ensemble, *_tests(run, on))
 
 
-def on_external(run: Run, data: Pair, model: Literal["ensemble", "generic"] = "ensemble") -> float:
-    """Accuracy of the ensemble, or of the generic model, on data that was read by `Samples.read`."""
+def on_external(run: Finished, data: Pair, model: Literal["ensemble", "generic"] = "ensemble") -> float:
+    """Return the accuracy of the ensemble, or of the generic model, on data that was read by `Samples.read`."""
     if model not in ("ensemble", "generic"):
         raise InputError("model", model, "'ensemble' or 'generic'")
     if model == "ensemble":
         return _accuracy(run, _ensemble, *data)
     if "generic" not in run.method.scores:
         raise InputError("model", model, f"'ensemble': {run.method.id} trains no generic model")
-    generic = run.method.generic(run.task, run._server)
+    generic = run.generic_model()
     return _accuracy(run, lambda run, x: run.task.predict(generic, x), *data)
 
 
-def averaged(run: Run, on: On = "clients", mean: Literal["weighted", "uniform"] = "weighted") -> float:
-    """Accuracy of the mean of the personal models, by training samples or all alike, on the same data as `new`."""
+def averaged(run: Finished, on: On = "clients", mean: Literal["weighted", "uniform"] = "weighted") -> float:
+    """Return the accuracy of the mean of the personal models, by training samples or all alike, on the data of `new`."""
     if mean not in ("weighted", "uniform"):
         raise InputError("mean", mean, "'weighted' or 'uniform'")
-    sizes = run.trainer.bench.data.train.sizes
+    sizes = run.data.train.sizes
     weights = [sizes[k] if mean == "weighted" else 1 for k in run.clients]
     first = run.served(run.clients[0])
     total = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in first.items()}
@@ -64,34 +62,33 @@ def averaged(run: Run, on: On = "clients", mean: Literal["weighted", "uniform"] 
     return _accuracy(run, lambda run, x: run.task.predict(model, x), *_tests(run, on))
 
 
-def _tests(run: Run, on: str) -> Pair:
-    """All samples of that test set."""
-    data = run.trainer.data
+def _tests(run: Finished, on: str) -> Pair:
+    """Return all samples of that test set."""
     if on == "common":
-        if data.common is None:
+        if run.data.common is None:
             raise InputError("on", on, "'clients': this federation has no common test set")
-        return data.common
+        return run.data.common  # type: ignore[no-any-return]
     if on != "clients":
         raise InputError("on", on, "'clients' or 'common'")
     if not run.newcomers:
-        return data.test.x[:], data.test.y
-    parts = [data.test.of(k) for k in run.clients]
-    return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+        return run.data.test.x[:], run.data.test.y
+    pairs = [run.data.test.of(k) for k in run.clients]
+    return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
 
 
-def _accuracy(run: Run, votes: Callable[[Run, Tensor], Tensor], x: Tensor, y: Tensor) -> float:
-    """The share of samples whose highest vote is right, block by block."""
-    net, like = run.task.net, run.trainer.bench.data.train.x
+def _accuracy(run: Finished, votes: Callable[[Finished, Tensor], Tensor], x: Tensor, y: Tensor) -> float:
+    """Return the share of samples whose highest vote is right, block by block."""
+    net = run.task.net
     rows, hits = max(1, VOTES // net.outputs), 0
     with torch.no_grad():
         for first in range(0, len(y), rows):
-            block = x[first : first + rows].to(net.device, like.dtype)
+            block = x[first : first + rows].to(net.device, net.dtype)
             hits += int((votes(run, block).argmax(-1) == y[first : first + rows].to(net.device)).sum())
     return hits / len(y)
 
 
-def _ensemble(run: Run, x: Tensor) -> Tensor:
-    """Σ_k softmax(f(v_k, x)), in float64. Where there are no personal models all would vote alike: one does."""
+def _ensemble(run: Finished, x: Tensor) -> Tensor:
+    """Return Σ_k softmax(f(v_k, x)), in float64. Where there are no personal models all would vote alike: one does."""
     net = run.task.net
     total = torch.zeros(len(x), net.outputs, dtype=torch.float64, device=net.device)
     voters = run.clients if "personal" in run.method.scores else run.clients[:1]
@@ -100,10 +97,10 @@ def _ensemble(run: Run, x: Tensor) -> Tensor:
         if len(models) == 1:
             total += run.task.predict(models[0], x).double().softmax(-1)
             continue
-        together: Params = tree.stack(models)
-        forward = vmap(lambda params, part: net(params, part, train=False), in_dims=(0, None))
+        stacked: Params = tree.stack(models)
+        forward = vmap(lambda params, chunk: net(params, chunk, train=False), in_dims=(0, None))
         for first in range(0, len(x), CHUNK):
-            logits = forward(together, x[first : first + CHUNK])
+            logits = forward(stacked, x[first : first + CHUNK])
             total[first : first + CHUNK] += logits.double().softmax(-1).sum(0)
     return total
 
@@ -111,3 +108,55 @@ def _ensemble(run: Run, x: Tensor) -> Tensor:
 def _groups(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
     for first in range(0, len(items), size):
         yield items[first : first + size]
+
+
+def _with_common(run: Finished, name: str, score: Callable[[Finished, On], float]) -> dict[str, Any]:
+    results = {name: score(run, "clients")}
+    return results if run.data.common is None else {**results, f"{name}_common": score(run, "common")}
+
+
+def _external(run: Finished) -> dict[str, Any]:
+    results = {"external": on_external(run, run.external_data)}
+    if "generic" in run.method.scores:
+        results["external_generic"] = on_external(run, run.external_data, "generic")
+    return results
+
+
+VOTE = "the average of the softmax predictions of all clients' personal models"
+WEIGHTS = "the mean of all clients' personal weights (by training samples)"
+register(
+    Score(
+        "new",
+        {"new": "new %", "new_common": "new, common %"},
+        lambda training: {
+            "new": f"{VOTE}, on all clients' test samples, owner unknown",
+            "new_common": f"{VOTE}, on the common test set",
+        },
+        lambda run: bool(run.training.new),
+        lambda run: _with_common(run, "new", new),
+    )
+)
+register(
+    Score(
+        "external",
+        {"external": "external %", "external_generic": "external, generic %"},
+        lambda training: {
+            "external": f"{VOTE}, on {{external}}, a source that no client had",
+            "external_generic": "the generic model, on {external}, a source that no client had",
+        },
+        lambda run: run.external_data is not None,
+        _external,
+    )
+)
+register(
+    Score(
+        "averaged",
+        {},
+        lambda training: {
+            "averaged": f"{WEIGHTS}, on all clients' test samples",
+            "averaged_common": f"{WEIGHTS}, on the common test set",
+        },
+        lambda run: bool(run.training.averaged) and not ("generic" in run.method.scores and run.method.trains_generic),
+        lambda run: _with_common(run, "averaged", averaged),
+    )
+)

@@ -11,7 +11,6 @@ from ..core.errors import InputError, Shown
 from ..data import Dataset, Federation, load
 from ..data.arrays import read_labels, read_samples
 from ..data.federation import Pair
-from ..run.experiment import Experiment
 
 
 @dataclass(frozen=True)
@@ -60,15 +59,14 @@ class Samples:
             raise InputError(where, Shown(f"data of {classes} classes"), f"of {self.classes} classes as {self.name} is")
 
 
-def with_external(federation: Federation, experiment: Experiment) -> Federation:
-    """The federation with the experiment's external data, where it asks for some."""
-    source = experiment.external
+def with_external(federation: Federation, source: str, clients_source: str, root: str | None) -> Federation:
+    """Return the federation with external data from `source`, where one is named, beside that of `clients_source`."""
     if not source or federation.external is not None:
         return federation
-    if overlap(source, experiment.data):
-        raise InputError("external", source, f"a source that no client has, unlike a part of {experiment.data}")
+    if overlap(source, clients_source):
+        raise InputError("external", source, f"a source that no client has, unlike a part of {clients_source}")
     try:
-        dataset = load(source, experiment.data_root or None)
+        dataset = load(source, root)
     except InputError as error:
         raise InputError("external", error.value if error.field == "data" else source, error.right) from None
     try:

@@ -1,283 +1,288 @@
-"""The Coordinator: runs rounds, in simulation and in deployment alike.
+"""The Coordinator: runs one run's rounds, in simulation and in deployment alike.
 
-sample → send orders → collect replies until all or the deadline → merge → score → journal
+sample → send → replies → gate → merge → score → callbacks
+
+It is a coroutine: it yields requests to carry orders and is sent the replies, so that one driver serves one run or several side
+by side, on any transport. How a round passes in time is left to its `Rounds`; the strategies in `timing/` derive from it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from ..core.method import Method
+from ..core.method import Method, Upload
 from ..core.plan import Plan
 from ..core.task import Task
 from ..core.tree import Tree
-from ..run.evaluate import Scores, summary
-from ..timing.flight import Flight
-from ..timing.schedule import Schedule
-from ..timing.wait_free import Background
-from ..transport.messages import Order, Reply, Transport
-from .aggregator import Aggregator
+from ..transport.messages import Dialogue, Kind, Order, Reply, Request, Transport
+from .aggregator import Aggregator, check_converging
+from .gate import Gate, example_upload
 from .sampler import Memory, Sampler, uniform
-from .traffic import each, split, traffic
+from .scoring import Scores, summary
+from .traffic import split_seconds, traffic
 
 Record: TypeAlias = dict[str, Any]
-CommonScore: TypeAlias = Callable[[Tree], float | None]
-Course: TypeAlias = Generator["list[Order] | tuple[Tree, Record]", "list[Reply] | None", None]
+
+
+@dataclass
+class RunState:
+    """What changes from round to round."""
+
+    server: Tree
+    history: list[Record] = field(default_factory=list)
+
+    @property
+    def round(self) -> int:
+        """The last round that is over."""
+        return len(self.history)
+
+
+class Callback(Protocol):
+    """Follows a run. `on_round` may ask clients: then it is a coroutine as the coordinator is."""
+
+    def on_start(self, coordinator: Coordinator) -> None:
+        """Called before the first round that is run."""
+
+    def on_round(self, coordinator: Coordinator, record: Record) -> Dialogue[None] | None:
+        """Called when a round is over and its record is in the history."""
+
+    def on_end(self, coordinator: Coordinator) -> None:
+        """Called after the last round."""
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """What came of a round's orders."""
+
+    answers: Sequence[Reply] = ()  # uploads that arrived in this round, whether they are merged or not
+    merged: Sequence[tuple[Reply, Upload]] = ()  # what is merged, by ascending client
+    record: Mapping[str, Any] = field(default_factory=dict)
+    besides: Sequence[Order] = ()  # orders that were sent besides
+    pending: frozenset[int] = frozenset()  # clients whose replies may still be merged in a later round
+    working: frozenset[int] = frozenset()  # of these the ones that are not late: there are no rounds that end
+
+
+class Rounds:
+    """How a round passes in time. This one: orders go out, and whoever answers within `deadline` seconds is merged."""
+
+    deadline: float | None = None  # of wall-clock time
+    work: Literal["all", "generic"] = "all"  # what clients are asked to train
+
+    def available(self, round: int, clients: Sequence[int]) -> Sequence[int]:
+        """Return who of these clients can be asked."""
+        return clients
+
+    def ask(self, wanted: int) -> int:
+        """Return how many clients are asked so that `wanted` answer."""
+        return wanted
+
+    def availability(self, clients: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Return for each client the share of the rounds in which it can be asked."""
+        return np.ones(clients)
+
+    def exchange(self, coordinator: Coordinator, task: Task, orders: list[Order]) -> Dialogue[Exchange]:
+        """Carry out a round's orders."""
+        replies = yield Request(orders, self.deadline)
+        answers, record = coordinator.inspect(task, orders, replies)
+        uploads = coordinator.uploads(answers, orders)
+        return Exchange(answers, list(zip(answers, uploads, strict=True)), record)
+
+    def step(self, task: Task, before: Tree, merged: Tree) -> Tree:
+        """Return the server's next state, given the merged one."""
+        return merged
+
+    def before_scores(self, coordinator: Coordinator, record: Record) -> Dialogue[None]:
+        """Have clients do what must be done before they are scored."""
+        yield from ()
+
+    def state_dict(self) -> Tree:
+        """Return the tensors that a checkpoint must hold."""
+        return {}
+
+    def load_state(self, history: Sequence[Mapping[str, Any]], state: Tree) -> None:
+        """Continue after these records, with what `state_dict` returned."""
+
+
+@dataclass
 class Coordinator:
-    """One run's rounds. `per_round` clients are wanted each round; scores are taken every `eval_every` rounds and at the end."""
+    """One run. `per_round` clients are wanted each round; scores are taken every `eval_every` rounds and at the end."""
 
     method: Method
     task: Task
     plan: Plan
-    transport: Transport
+    state: RunState
+    transport: Transport  # which clients it reaches, and how long it takes; the driver carries the orders
     per_round: int
+    rounds: Rounds = field(default_factory=Rounds)
+    callbacks: Sequence[Callback] = ()
     eval_every: int = 1
-    parts: tuple[str, ...] = ("test",)  # the first is the one reported; "val" besides where there is validation data
+    splits: tuple[str, ...] = ("test",)  # the first is the one reported; "val" besides where there is validation data
     sampler: Sampler = uniform
+    gate: Gate = field(default_factory=Gate)
     aggregator: Aggregator = field(default_factory=Aggregator)
-    common: CommonScore = lambda generic: None  # the generic model's accuracy on a test set that belongs to nobody
+    common: Callable[[Tree], float | None] = lambda generic: None  # accuracy on a test set that belongs to no client
     away: frozenset[int] = frozenset()  # clients that are neither trained nor scored
-    watch: Callable[[Sequence[Reply]], Record] = lambda replies: {}  # what else a record says of a round's replies
+    watch: Callable[[Sequence[Reply], Sequence[Record]], Record] | None = None
+    """Have training watched, and return what the record says of the replies, given the history (forgetting)."""
     samples: Sequence[int] = ()  # training samples of each client, where they are known
     candidates: int = 0  # d of the sampler power-of-choice
-    memory: Memory = field(default_factory=Memory)  # what the sampler may go by
-    background: Background | None = None  # wait-free: personal work until the next download
-    schedule: Schedule | None = None  # simulated time; None: whoever answers is merged
-    upload: Callable[[Sequence[Order]], float] = lambda orders: (
-        0.0
-    )  # bytes of a reply to these orders, before anybody trains
+    run: int = 0  # number among the runs that go side by side, which share the seconds
+    runs: int = 1
+    memory: Memory = field(init=False)  # what the sampler may use
+    settled: dict[int, tuple[int, bool]] = field(default_factory=dict, init=False)
+    """By client the round of its last reply that is decided, and whether it was taken."""
+    touched: set[int] = field(default_factory=set, init=False)  # clients that may have something to keep
 
-    def present(self) -> list[int]:
-        """Clients that can be asked."""
-        return [k for k in self.transport.alive() if k not in self.away]
+    def __post_init__(self) -> None:
+        self.memory = Memory.of(self.state.history)
 
-    def rounds(self, server: Tree, first: int = 1) -> Iterator[tuple[Tree, Record]]:
-        """Run rounds `first` … T from a server state; after each: the new state and the round's record."""
-        course = self.course(server, first)
-        at = next(course, None)
-        while at is not None:
-            if isinstance(at, list):
-                self.transport.dispatch(at)
-                training = at[0].kind == "train" if at else False
-                replies = (self.aggregator if training else Aggregator()).collect(self.transport, at)
-                at = course.send(replies)
-            else:
-                yield at
-                at = next(course, None)
+    def load_state(self, state: RunState, timing: Tree) -> None:
+        """Continue from a checkpoint: the run's state, and what its timing had."""
+        self.state, self.memory = state, Memory.of(state.history)
+        self.rounds.load_state(state.history, timing)
 
-    def course(self, server: Tree, first: int = 1) -> Course:
-        """The rounds as a conversation: gives orders and is sent the replies to them; after each round (server, record).
+    # ---- rounds ------------------------------------------------------------------------------------------------------
+    def talk(self) -> Dialogue[None]:
+        """Run the rounds that are left."""
+        for callback in self.callbacks:
+            callback.on_start(self)
+        for t in range(self.state.round + 1, self.task.rounds + 1):
+            yield from self.round(dataclasses.replace(self.task, round=t))
+        for callback in self.callbacks:
+            callback.on_end(self)
 
-        So several runs can go side by side, their orders carried out together.
-        """
-        for t in range(first, self.task.rounds + 1):
-            began = time.perf_counter()
-            task = dataclasses.replace(self.task, round=t)
-            cohort = self.cohort(t)
-            work: Literal["all", "generic"] = "all" if self.background is None else "generic"
-            orders = [Order("train", t, k, self.method.send(task, server, k), work=work) for k in cohort]
-            carried, asked = self.transport.seconds, time.perf_counter()
-            others, idle = yield from self._interrupted(task, server, orders)
-            answers, replies, timed = yield from self._answered(task, server, orders)
-            waited = time.perf_counter() - asked
-            server = self._merged(task, server, replies)
-            took = time.perf_counter() - began
-            weights = [r.report["steps"] for r in replies]
-            losses = [r.report["loss"] * w for r, w in zip(replies, weights, strict=True)]
-            record: Record = {
-                "round": t,
-                "participants": [r.client for r in replies],
-                "missing": sorted(set(cohort) - {r.client for r in replies if r.round == t} - self._under_way()),
-                "loss": sum(losses) / max(1.0, sum(weights)),
-                "steps": int(sum(weights)),
-                **traffic([*orders, *others], answers),
-                "train_seconds": took,
-                **split(self.transport.seconds - carried, waited, took),
-                **self.watch(answers),
-                **timed,
-                **idle,
-                **self._remembered(cohort, replies),
-            }
-            self.memory.take(record)
-            if t % self.eval_every == 0 or t == self.task.rounds:
-                yield from self._so_far(record)
-                record.update((yield from self.score(server, t)))
-            record["seconds"] = time.perf_counter() - began
-            yield server, record
+    def round(self, task: Task) -> Dialogue[None]:
+        """Sample, send, collect, merge, score, and tell the callbacks."""
+        began, state = time.perf_counter(), self.state
+        cohort = self.sample(task.round)
+        orders = [self.order("train", task, k, work=self.rounds.work, watch=self.watch is not None) for k in cohort]
+        asked, carried = time.perf_counter(), self.transport.seconds
+        exchange = yield from self.rounds.exchange(self, task, orders)
+        waited, carried = time.perf_counter() - asked, self.transport.seconds - carried
+        merged = self.aggregator.merge(self.method, task, state.server, [upload for _, upload in exchange.merged])
+        state.server = self.rounds.step(task, state.server, merged)
+        self.settle(task.round, cohort, exchange)
+        took = time.perf_counter() - began
+        record = {
+            **self.summary(task.round, cohort, exchange),
+            **traffic([*orders, *exchange.besides], exchange.answers),
+            "train_seconds": took,
+            **split_seconds(carried, waited, took),
+            **(self.watch(exchange.answers, state.history) if self.watch else {}),
+            **exchange.record,
+            **self.remembered(cohort, exchange),
+        }
+        self.memory.take(record)
+        if task.round % self.eval_every == 0 or task.round == task.rounds:
+            yield from self.rounds.before_scores(self, record)
+            record |= yield from self.score(task)
+        record["seconds"] = (time.perf_counter() - began) / self.runs
+        state.history.append(record)
+        for callback in self.callbacks:
+            dialogue = callback.on_round(self, record)
+            if dialogue is not None:
+                yield from dialogue
 
-    def cohort(self, round: int) -> list[int]:
-        """Who is asked in a round, ascending."""
-        alive = self.present()
-        known = max([len(self.samples), *(k + 1 for k in alive)])
+    def sample(self, round: int) -> list[int]:
+        """Return who is asked in a round, ascending."""
+        known = max([len(self.samples), *(k + 1 for k in self.present())])
         samples = np.ones(known, dtype=np.int64)
         samples[: len(self.samples)] = self.samples
-        availability, wanted = np.ones(known), self.per_round
-        if self.schedule is not None:
-            alive, wanted = self.schedule.present(round, alive), self.schedule.ask(wanted)
-            availability = self.schedule.clock.devices.availability
-        scene = self.memory.scene(self.plan, round, alive, samples, availability, self.candidates)
+        available, wanted = self.rounds.available(round, self.present()), self.rounds.ask(self.per_round)
+        scene = self.memory.scene(
+            self.plan, round, available, samples, self.rounds.availability(known), self.candidates
+        )
         return sorted(int(k) for k in self.sampler(scene, wanted)) if wanted else []
 
-    def _answered(
-        self, task: Task, server: Tree, orders: list[Order]
-    ) -> Generator[list[Order], list[Reply] | None, tuple[list[Reply], Sequence[Reply], Record]]:
-        """The answers to these orders (or, asynchronously, to those that are due), the replies to merge, and what of time."""
-        if isinstance(self.schedule, Flight):
-            return (yield from self._landed(self.schedule, task, server, orders))
-        said = (yield self._carried_out(task.round, orders)) or []
-        answers = [reply for reply in said if "refused" not in reply.report]
-        refused = [reply.client for reply in said if "refused" in reply.report]
-        return (answers, *self._in_time(task, orders, answers, refused))
+    def score(self, task: Task) -> Dialogue[Record]:
+        """Score every client's models on its own data, and the generic model on the common test set."""
+        generic = self.method.generic(task, self.state.server) if "generic" in self.method.scores else None
+        record: Record = {}
+        for split in self.splits:
+            orders = [self.order("score", task, k, generic=generic, split=split) for k in self.present()]
+            replies = yield Request(orders)
+            scores = Scores.read(replies, self.method.scores)
+            record |= summary(scores, "" if split == self.splits[0] else f"{split}_")
+        common = self.common(generic) if generic is not None else None
+        return record if common is None else {**record, "generic_common": common}
 
-    def _carried_out(self, round: int, orders: list[Order]) -> list[Order]:
-        """The orders that anybody works on: in simulated time, who drops out is known beforehand and need not train."""
-        if self.schedule is None:
-            return orders
-        workers = set(self.schedule.workers(round, [order.client for order in orders]))
-        return [order for order in orders if order.client in workers]
+    # ---- what strategies and callbacks use ---------------------------------------------------------------------------
+    def present(self) -> list[int]:
+        """Return the clients that take part and can be reached."""
+        return [k for k in self.transport.alive() if k not in self.away]
 
-    def _landed(
-        self, flight: Flight, task: Task, server: Tree, orders: list[Order]
-    ) -> Generator[list[Order], list[Reply] | None, tuple[list[Reply], Sequence[Reply], Record]]:
-        """Send orders off; have those trained whose replies are due, round by round of their orders; renew what is stale."""
-        at_work = self._carried_out(task.round, orders)
-        gone = sorted({order.client for order in orders} - {order.client for order in at_work})
-        down, up = (
-            np.array(each(order.down for order in orders), float),
-            self.upload(at_work or list(flight.orders.values())),
-        )
-        outcome, due = flight.land(task.round, orders, epochs(self.method, task), down, up, gone)
-        answers: list[Reply] = []
-        for t in sorted({order.round for order in due}):
-            answers += (yield [order for order in due if order.round == t]) or []
-        answers.sort(key=lambda reply: reply.client)
-        self.aggregator.check(task, answers)
-        began = {order.client: order for order in due}
-        behind = {reply.client: task.round - reply.round for reply in answers}
-        replies = [
-            dataclasses.replace(
-                reply,
-                up=flight.asynchrony.renew(task, server, began[reply.client].down, reply.up, behind[reply.client]),
-                report={**reply.report, "samples": 1.0},
-            )
-            for reply in answers
-        ]
-        staleness = {str(k): value for k, value in behind.items()}
-        return answers, replies, {**outcome.record(), "staleness": staleness, "timeline": outcome.timeline()}
+    def order(self, kind: Kind, task: Task, client: int, down: Tree | None = None, **options: Any) -> Order:
+        """Return an order; without `down` the client is sent what the method sends."""
+        if kind in ("train", "begin"):
+            self.touched.add(client)
+        if down is None:
+            down = self.method.send(task, self.state.server, client)
+        settled, taken = self.settled.get(client, (0, True))
+        return Order(kind, task.round, client, down, run=self.run, settled=settled, taken=taken, **options)
 
-    def _merged(self, task: Task, server: Tree, replies: Sequence[Reply]) -> Tree:
-        """The server's next state."""
-        merged = self.aggregator.merge(self.method, task, server, replies)
-        return self.schedule.asynchrony.step(task, server, merged) if isinstance(self.schedule, Flight) else merged
+    def inspect(
+        self, task: Task, orders: Iterable[Order], replies: Sequence[Reply]
+    ) -> tuple[list[Reply], dict[str, Any]]:
+        """Pass replies through the gate: return those that may be merged, and what the record says of the others."""
+        refused = [reply.client for reply in replies if reply.refusal]
+        answers = [reply for reply in replies if not reply.refusal]
+        check_converging(task, answers)
+        down = {order.client: order.down for order in orders}
 
-    def _under_way(self) -> set[int]:
-        """Whose replies will still be merged."""
-        return set(self.schedule.busy) if isinstance(self.schedule, Flight) else set()
+        def example(reply: Reply) -> Tree:
+            at = dataclasses.replace(task, round=reply.round)
+            return self.example(at, down[reply.client])
 
-    def _in_time(
-        self, task: Task, orders: Sequence[Order], answers: Sequence[Reply], refused: list[int]
-    ) -> tuple[Sequence[Reply], Record]:
-        """The replies to merge, and what the record says of time."""
-        if self.schedule is None:
-            return answers, {"refused": refused} if refused else {}
-        self.aggregator.check(task, answers)  # the late ones, too
-        asked = [order.client for order in orders]
-        sent = dict(zip([r.client for r in answers], each(r.up for r in answers), strict=True))
-        gone = sorted(set(asked) - set(sent) - set(refused))
-        down, up = np.array(each(o.down for o in orders), float), np.array([sent.get(k, 0) for k in asked], float)
-        generic, personal = epochs(self.method, task)
-        work = (generic, personal if self.background is None else 0.0)
-        outcome = self.schedule.close(task.round, asked, self.per_round, work, down, up, gone, refused)
-        if self.background is not None:
-            outcome = self.background.note(outcome)
-        replies = self.schedule.take(outcome, answers)
-        abandoned = len(replies) < self.aggregator.minimum
-        more = {} if self.background is None else self.background.record()
-        return replies, {**outcome.record(), **more, "abandoned": abandoned, "timeline": outcome.timeline()}
+        accepted, reasons = self.gate.inspect(answers, example)
+        record: dict[str, Any] = {"refused": refused} if refused else {}
+        if reasons:
+            record["rejected"] = {str(client): reason for client, reason in reasons.items()}
+        return accepted, record
 
-    def _interrupted(
-        self, task: Task, server: Tree, orders: Sequence[Order]
-    ) -> Generator[list[Order], list[Reply] | None, tuple[list[Order], Record]]:
-        """Wait-free: personal training ends where a download arrives; who is sent the model besides goes on from that."""
-        behind, schedule = self.background, self.schedule
-        if behind is None or schedule is None:
-            return [], {}
-        asked = {order.client for order in orders}
-        rest = [k for k in schedule.present(task.round, self.present()) if k not in asked] if behind.everyone else []
-        others = [Order("begin", task.round, k, self.method.send(task, server, k)) for k in rest]
-        sent = [*orders, *others]
-        when = behind.downloads([order.client for order in sent], each(order.down for order in sent))
-        arrives = {order.client: schedule.now + seconds for order, seconds in zip(sent, when, strict=True)}
-        replies = yield from self._idle({k: at for k, at in arrives.items() if k in behind.since}, keep=True)
-        for k in arrives:
-            behind.since.pop(k, None)
-        if others:
-            yield others
-            behind.since.update({k: (task.round, arrives[k]) for k in rest})
-        return others, {"personal_steps": int(sum(reply.report["steps"] for reply in replies))}
+    def example(self, task: Task, down: Tree) -> Tree:
+        """Return what a client that was sent `down` would upload, as far as names, shapes and dtypes go."""
+        return example_upload(self.method, task, down)
 
-    def _so_far(self, record: Record) -> Generator[list[Order], list[Reply] | None, None]:
-        """Wait-free, before scores: personal training up to the round's end. After the last round it is for good, and counts.
+    def uploads(self, replies: Iterable[Reply], orders: Iterable[Order]) -> list[Upload]:
+        """Return replies as `merge` sees them."""
+        down = {order.client: order.down for order in orders}
+        return [Upload(reply.up, self.weight(reply), reply.client, down.get(reply.client, {})) for reply in replies]
 
-        Who is still at its download or its generic work then has made no personal step yet.
-        """
-        if self.background is None or self.schedule is None:
-            return
-        now, last = self.schedule.now, record["round"] == self.task.rounds
-        at_it = [k for k, (_, when) in self.background.since.items() if when <= now]
-        replies = yield from self._idle(dict.fromkeys(at_it, now), keep=last)
-        if last:
-            record["personal_steps"] += int(sum(reply.report["steps"] for reply in replies))
+    def weight(self, reply: Reply) -> float:
+        """Return a client's number of samples: the registered one where it is known, else what it reports."""
+        known = reply.client < len(self.samples)
+        return float(self.samples[reply.client]) if known else reply.report["samples"]
 
-    def _idle(self, until: Mapping[int, float], keep: bool) -> Generator[list[Order], list[Reply] | None, list[Reply]]:
-        """Personal training of these clients up to a moment of each."""
-        behind = self.background
-        assert behind is not None
-        replies: list[Reply] = []
-        for t in sorted({behind.since[k][0] for k in until}):
-            orders = [
-                Order("idle", t, k, {}, steps=behind.steps(k, at), keep=keep)
-                for k, at in sorted(until.items())
-                if behind.since[k][0] == t
-            ]
-            replies += (yield orders) or []
-        self.aggregator.check(self.task, replies)
-        return replies
+    # ---- the record --------------------------------------------------------------------------------------------------
+    def summary(self, round: int, cohort: Sequence[int], exchange: Exchange) -> Record:
+        """Return who took part, and the mean loss of their steps."""
+        replies = [reply for reply, _ in exchange.merged]
+        steps = [reply.report["steps"] for reply in replies]
+        losses = [reply.report["loss"] * n for reply, n in zip(replies, steps, strict=True)]
+        now = {reply.client for reply in replies if reply.round == round}
+        return {
+            "round": round,
+            "participants": [reply.client for reply in replies],
+            "missing": sorted(set(cohort) - now - exchange.working),
+            "loss": sum(losses) / max(1.0, sum(steps)),
+            "steps": int(sum(steps)),
+        }
 
-    def _remembered(self, cohort: list[int], replies: Sequence[Reply]) -> Record:
-        """What a sampler may go by later, where it is not the one that needs nothing."""
+    def settle(self, round: int, cohort: Sequence[int], exchange: Exchange) -> None:
+        """Note for each client whether its reply was taken, so that its next order can say so."""
+        enough = len(exchange.merged) >= self.aggregator.minimum
+        self.settled |= {k: (round, False) for k in cohort if k not in exchange.pending}
+        self.settled |= {reply.client: (reply.round, enough) for reply, _ in exchange.merged}
+
+    def remembered(self, cohort: list[int], exchange: Exchange) -> Record:
+        """Return what samplers other than `uniform` use later."""
         if self.sampler is uniform:
             return {}
-        return {"asked": cohort, "losses": {str(r.client): r.report["loss"] for r in replies if r.report["steps"]}}
-
-    def score(self, server: Tree, round: int) -> Generator[list[Order], list[Reply] | None, Record]:
-        """Every client's models on its own data, and the generic model on the common test set."""
-        task = dataclasses.replace(self.task, round=round)
-        generic = self.method.generic(task, server) if "generic" in self.method.scores else None
-        found: Record = {}
-        for part in self.parts:
-            replies = yield [
-                Order("score", round, k, self.method.send(task, server, k), generic, part) for k in self.present()
-            ]
-            scores = Scores.read(replies or [], self.method.scores)
-            found.update(summary(scores, "" if part == self.parts[0] else f"{part}_"))
-        common = self.common(generic) if generic is not None else None
-        if common is not None:
-            found["generic_common"] = common
-        return found
-
-
-def epochs(method: Method, task: Task) -> tuple[float, float]:
-    """The epochs of a client's round: of the model that goes up (`params`), and of any other, which is its own."""
-    found = [(phase.model, task.epochs if phase.epochs is None else phase.epochs) for phase in method.phases(task)]
-    generic, personal = (float(sum(n for model, n in found if (model == "params") is side)) for side in (True, False))
-    return generic, personal + generic * method.personal_passes
+        losses = {str(r.client): r.report["loss"] for r, _ in exchange.merged if r.report["steps"]}
+        return {"asked": cohort, "losses": losses}

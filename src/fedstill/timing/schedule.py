@@ -23,10 +23,14 @@ import torch
 from numpy.typing import NDArray
 
 from ..core import tree
+from ..core.method import Method, Upload
 from ..core.plan import Plan
+from ..core.task import Task
 from ..core.tree import Tree
+from ..server.coordinator import Coordinator, Exchange, Rounds
 from ..server.sampler import Memory, Sampler, uniform
-from ..transport.messages import Reply
+from ..server.traffic import each
+from ..transport.messages import Dialogue, Order, Reply, Request
 from .clock import Clock, Spans
 
 Ints: TypeAlias = NDArray[np.int64]
@@ -105,13 +109,21 @@ class Outcome:
             **({"hold": s.hold.tolist(), "ahead": True} if s.ahead else {}),
         }
 
+    def rejecting(self, clients: set[int]) -> Outcome:
+        """Return the same with the replies of some clients rejected by the gate."""
+        states = [
+            "rejected" if k in clients and state in ("merged", "late") else state
+            for k, state in zip(self.asked, self.state, strict=True)
+        ]
+        return dataclasses.replace(self, state=states) if clients else self
+
     def with_personal(self, seconds: Floats) -> Outcome:
         """The same with other seconds of personal work."""
         return dataclasses.replace(self, spans=dataclasses.replace(self.spans, personal=seconds))
 
 
 @dataclass
-class Schedule:
+class Schedule(Rounds):
     """A run's simulated time: `now`, who is still at work, and the replies under way that will be merged. One for each run."""
 
     clock: Clock
@@ -119,50 +131,105 @@ class Schedule:
     late: Literal["drop", "fold"] = "drop"
     now: float = 0.0
     busy: dict[int, float] = field(default_factory=dict)  # when the reply of a client that came too late arrives
-    held: dict[int, Reply] = field(default_factory=dict)  # these replies, where they are to be folded in
+    folding: dict[int, tuple[Reply, Upload]] = field(
+        default_factory=dict
+    )  # these replies, where they are to be folded in
     ahead: bool = False  # uploads leave before personal work begins
     free: dict[int, float] = field(default_factory=dict)  # when a client's personal work ends (wait-free)
 
-    def go_on(self, history: Sequence[Mapping[str, Any]], held: Tree) -> None:
-        """As it was after these records, with the replies that a checkpoint kept."""
+    def load_state(self, history: Sequence[Mapping[str, Any]], state: Tree) -> None:
+        """Continue after these records, with the replies that a checkpoint held."""
         if history:
             self.now = float(history[-1]["time"])
             self.busy = {int(k): float(arrival) for k, arrival in history[-1]["busy"].items()}
             self.free = {int(k): float(when) for k, when in history[-1].get("free", {}).items()}
-        for k, kept in held.items():
-            report = {name: float(value) for name, value in kept["report"].items()}
-            self.held[int(k)] = Reply("train", int(kept["round"]), int(k), kept["up"], report)
+        for name, entry in state.items():
+            k, report = int(name), {key: float(value) for key, value in entry["report"].items()}
+            reply = Reply("train", int(entry["round"]), k, entry["up"], report)
+            self.folding[k] = reply, Upload(entry["up"], float(entry["weight"]), k, entry.get("down", {}))
 
-    def kept(self) -> Tree:
-        """What a checkpoint must hold: the replies under way."""
+    def state_dict(self) -> Tree:
+        """Return the replies under way."""
         number = functools.partial(torch.tensor, dtype=torch.float64)
         return {
-            str(k): {"round": number(r.round), "report": {n: number(v) for n, v in r.report.items()}, "up": r.up}
-            for k, r in self.held.items()
+            str(k): {
+                "round": number(reply.round),
+                "weight": number(upload.weight),
+                "report": {name: number(value) for name, value in reply.report.items()},
+                "up": reply.up,
+                "down": upload.down,
+            }
+            for k, (reply, upload) in self.folding.items()
         }
 
-    def take(self, outcome: Outcome, answers: Sequence[Reply]) -> list[Reply]:
-        """The replies that a round merges, by ascending client; late ones are put aside where they are to be folded in."""
+    def exchange(self, coordinator: Coordinator, task: Task, orders: list[Order]) -> Dialogue[Exchange]:
+        """Have those trained who do not drop out, then find out who answered in time."""
+        workers = set(self.workers(task.round, [order.client for order in orders]))
+        replies = yield Request([order for order in orders if order.client in workers])
+        answers, record = coordinator.inspect(task, orders, replies)
+        outcome = self.note(self.close(*self._arrivals(coordinator, task, orders, replies)))
+        outcome = outcome.rejecting({int(k) for k in record.get("rejected", ())})
+        uploads = coordinator.uploads(answers, orders)
+        merged = self.take(outcome, list(zip(answers, uploads, strict=True)))
+        abandoned = len(merged) < coordinator.aggregator.minimum
+        timed = {**outcome.record(), **self.memo(), "abandoned": abandoned, "timeline": outcome.timeline()}
+        return Exchange(answers, merged, {**record, **timed}, pending=frozenset(self.folding))
+
+    def _arrivals(
+        self, coordinator: Coordinator, task: Task, orders: Sequence[Order], replies: Sequence[Reply]
+    ) -> tuple[int, list[int], int, tuple[float, float], Floats, Floats, list[int], list[int]]:
+        """Return what `close` takes."""
+        asked = [order.client for order in orders]
+        refused = [reply.client for reply in replies if reply.refusal]
+        answers = [reply for reply in replies if not reply.refusal]
+        sent = dict(zip([r.client for r in answers], each(r.up for r in answers), strict=True))
+        gone = sorted(set(asked) - set(sent) - set(refused))
+        down, up = np.array(each(o.down for o in orders), float), np.array([sent.get(k, 0) for k in asked], float)
+        return task.round, asked, coordinator.per_round, self.epochs(coordinator.method, task), down, up, gone, refused
+
+    def epochs(self, method: Method, task: Task) -> tuple[float, float]:
+        """Return the epochs that a round takes before its end: of the model that goes up, and of personal ones."""
+        return epochs(method, task)
+
+    def note(self, outcome: Outcome) -> Outcome:
+        """Complete a round's outcome."""
+        return outcome
+
+    def memo(self) -> dict[str, Any]:
+        """Return what else a record must hold for a resumed run."""
+        return {}
+
+    def take(self, outcome: Outcome, answers: Sequence[tuple[Reply, Upload]]) -> list[tuple[Reply, Upload]]:
+        """Return what a round merges, by ascending client; late replies are put aside where they are to be folded in."""
         merged, late = set(outcome.of("merged")), set(outcome.of("late"))
-        taken = [reply for reply in answers if reply.client in merged] + [self.held.pop(k) for k in outcome.folded]
-        if self.late == "fold":  # copies: an engine may use what it has sent again
-            self.held |= {r.client: dataclasses.replace(r, up=tree.clone(r.up)) for r in answers if r.client in late}
-        return sorted(taken, key=lambda reply: reply.client)
+        taken = [pair for pair in answers if pair[0].client in merged]
+        taken += [self.folding.pop(k) for k in outcome.folded if k in self.folding]
+        if self.late == "fold":
+            for reply, upload in answers:
+                if reply.client in late:  # copies: an engine may use what it has sent again
+                    up = tree.clone(reply.up)
+                    copy = dataclasses.replace(upload, tree=up)
+                    self.folding[reply.client] = dataclasses.replace(reply, up=up), copy
+        return sorted(taken, key=lambda pair: pair[0].client)
 
     def ask(self, goal: int) -> int:
-        """How many are asked so that `goal` answer."""
+        """Return how many are asked so that `goal` answer."""
         return self.trigger.ask(goal)
 
-    def present(self, round: int, alive: Sequence[int]) -> list[int]:
-        """Who can be asked: available in this round, and not still at work for an earlier one."""
-        who = np.asarray(alive, dtype=np.int64)
+    def availability(self, clients: int) -> Floats:
+        """Return for each client the share of the rounds in which it can be asked."""
+        return self.clock.devices.availability
+
+    def available(self, round: int, clients: Sequence[int]) -> list[int]:
+        """Return who can be asked: available in this round, and not still at work for an earlier one."""
+        who = np.asarray(clients, dtype=np.int64)
         free = who[~np.isin(who, list(self.busy))]
-        return _numbers(free[self.clock.available(round, free)])
+        return as_numbers(free[self.clock.available(round, free)])
 
     def workers(self, round: int, asked: Sequence[int]) -> list[int]:
         """Those that do not drop out. It is known before any of them trains, so nobody trains in vain."""
         who = np.asarray(asked, dtype=np.int64)
-        return _numbers(who[~self.clock.drops(round, who)])
+        return as_numbers(who[~self.clock.drops(round, who)])
 
     def close(
         self,
@@ -210,7 +277,7 @@ class Schedule:
         self.now, self.busy = end, busy
         own = places[spans.personal[places] > 0]
         self.free = self._free(start, who[own], spans, own) if self.ahead else {}
-        return Outcome(round, start, closed, end, _numbers(who), states, spans, folded, busy, self.free)
+        return Outcome(round, start, closed, end, as_numbers(who), states, spans, folded, busy, self.free)
 
     def _hold(self, who: Ints, download: Floats) -> Floats:
         """How long each is still at its personal work when the download has arrived."""
@@ -224,7 +291,14 @@ class Schedule:
         return {k: when for k, when in sorted(every.items()) if when > self.now}
 
 
-def _numbers(clients: Ints) -> list[int]:
+def epochs(method: Method, task: Task) -> tuple[float, float]:
+    """Return the epochs of a client's round: of the model that goes up (`params`), and of any other, which is its own."""
+    phases = [(phase.model, task.epochs if phase.epochs is None else phase.epochs) for phase in method.phases(task)]
+    generic, personal = (float(sum(n for model, n in phases if (model == "params") is side)) for side in (True, False))
+    return generic, personal + generic * method.personal_passes
+
+
+def as_numbers(clients: Ints) -> list[int]:
     return [int(k) for k in clients]
 
 
@@ -243,7 +317,7 @@ def rehearse(
     clock, memory = schedule.clock, Memory()
     everyone = range(len(clock.devices))
     for t in range(1, rounds + 1):
-        scene = memory.scene(plan, t, schedule.present(t, everyone), clock.samples, clock.devices.availability)
+        scene = memory.scene(plan, t, schedule.available(t, everyone), clock.samples, clock.devices.availability)
         cohort = sorted(int(k) for k in sampler(scene, schedule.ask(goal)))
         gone = np.setdiff1d(cohort, schedule.workers(t, cohort)).tolist()
         outcome = schedule.close(t, cohort, goal, epochs, down, up, gone)

@@ -15,22 +15,28 @@ have fit until the end of the round, on a copy. A step takes its share of a pass
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from ..core.errors import InputError
+from ..core.method import Method
 from ..core.plan import Plan
+from ..core.task import Task
+from ..core.tree import Tree
+from ..server.aggregator import check_converging
+from ..server.coordinator import Coordinator, Exchange
+from ..server.traffic import each
+from ..transport.messages import Dialogue, Order, Reply, Request
 from .clock import Clock
+from .schedule import Outcome, Schedule
 
 if TYPE_CHECKING:
-    from ..core.method import Method
-    from ..core.task import Task
     from ..run.experiment import Training
-    from .schedule import Outcome
 
 
 def check(method: Method, task: Task, training: Training) -> None:
@@ -87,11 +93,88 @@ class Background:
                 personal[i] = self.spent(k, outcome.end)
         return outcome.with_personal(personal)
 
-    def record(self) -> dict[str, Any]:
-        """What a round's record keeps for a resumed run."""
+    def memo(self) -> dict[str, Any]:
+        """Return what a round's record must hold for a resumed run."""
         return {"background": {str(k): [round, when] for k, (round, when) in sorted(self.since.items())}}
 
-    def go_on(self, history: Sequence[Mapping[str, Any]]) -> None:
-        """As it was after these records."""
-        kept = history[-1]["background"] if history else {}
-        self.since = {int(k): (int(round), float(when)) for k, (round, when) in kept.items()}
+    def load_state(self, history: Sequence[Mapping[str, Any]]) -> None:
+        """Continue after these records."""
+        background = history[-1]["background"] if history else {}
+        self.since = {int(k): (int(round), float(when)) for k, (round, when) in background.items()}
+
+
+@dataclass(kw_only=True)
+class WaitFree(Schedule):
+    """Rounds whose clients upload before their personal training, which goes on until their next download arrives."""
+
+    background: Background
+    work: Literal["all", "generic"] = "generic"
+
+    def exchange(self, coordinator: Coordinator, task: Task, orders: list[Order]) -> Dialogue[Exchange]:
+        """End personal training where a download arrives, then carry out the round."""
+        besides, steps = yield from self._interrupt(coordinator, task, orders)
+        exchange = yield from super().exchange(coordinator, task, orders)
+        record = {**exchange.record, "personal_steps": steps}
+        return dataclasses.replace(exchange, record=record, besides=besides)
+
+    def epochs(self, method: Method, task: Task) -> tuple[float, float]:
+        """Return the epochs that a round takes before its end: personal ones come after the upload."""
+        return super().epochs(method, task)[0], 0.0
+
+    def note(self, outcome: Outcome) -> Outcome:
+        """Note whose personal training began in this round."""
+        return self.background.note(outcome)
+
+    def memo(self) -> dict[str, Any]:
+        """Return what a record must hold for a resumed run."""
+        return self.background.memo()
+
+    def load_state(self, history: Sequence[Mapping[str, Any]], state: Tree) -> None:
+        """Continue after these records."""
+        super().load_state(history, state)
+        self.background.load_state(history)
+
+    def before_scores(self, coordinator: Coordinator, record: dict[str, Any]) -> Dialogue[None]:
+        """Make up personal training until the round's end. After the last round it is for good, and counts.
+
+        Who is still at its download or its generic work then has made no personal step yet.
+        """
+        last = record["round"] == coordinator.task.rounds
+        at_it = [k for k, (_, when) in self.background.since.items() if when <= self.now]
+        replies = yield from self._idle(coordinator, dict.fromkeys(at_it, self.now), keep=last)
+        if last:
+            record["personal_steps"] += int(sum(reply.report["steps"] for reply in replies))
+
+    def _interrupt(
+        self, coordinator: Coordinator, task: Task, orders: Sequence[Order]
+    ) -> Dialogue[tuple[list[Order], int]]:
+        """End personal training where a download arrives; clients that are sent the model besides go on from that."""
+        behind, asked = self.background, {order.client for order in orders}
+        present = self.available(task.round, coordinator.present()) if behind.everyone else []
+        others = [coordinator.order("begin", task, k) for k in present if k not in asked]
+        sent = [*orders, *others]
+        seconds = behind.downloads([order.client for order in sent], each(order.down for order in sent))
+        arrives = {order.client: self.now + after for order, after in zip(sent, seconds, strict=True)}
+        until = {k: at for k, at in arrives.items() if k in behind.since}
+        replies = yield from self._idle(coordinator, until, keep=True)
+        for k in arrives:
+            behind.since.pop(k, None)
+        if others:
+            yield Request(others)
+            behind.since.update({order.client: (task.round, arrives[order.client]) for order in others})
+        return others, int(sum(reply.report["steps"] for reply in replies))
+
+    def _idle(self, coordinator: Coordinator, until: Mapping[int, float], keep: bool) -> Dialogue[list[Reply]]:
+        """Have these clients make their personal steps up to a moment of each."""
+        behind = self.background
+        replies: list[Reply] = []
+        for t in sorted({behind.since[k][0] for k in until}):
+            task = dataclasses.replace(coordinator.task, round=t)
+            orders = [
+                coordinator.order("idle", task, k, {}, steps=behind.steps(k, at), keep=keep)
+                for k, at in sorted(until.items())
+                if behind.since[k][0] == t
+            ]
+            replies += yield Request(orders)
+        check_converging(coordinator.task, replies)
+        return replies

@@ -1,62 +1,44 @@
-"""The transport `local`: every client in this process, cohorts through the trainer."""
+"""The transport `local`: every client in this process."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 
-from ..core import tree
-from ..edge.edge import Controller
 from . import wire
-from .messages import Order, Reply
+from .messages import Answering, Order, Reply
 
 
 class LocalTransport:
-    """Carries orders to one controller that stands for all clients.
+    """Hands orders to one edge that holds all clients.
 
     With `through_wire` every message is turned into bytes and back, as it would be between machines; only that takes `seconds`.
     """
 
-    def __init__(self, controller: Controller, clients: int, through_wire: bool = False) -> None:
-        self.controller, self.clients, self.through_wire = controller, clients, through_wire
+    def __init__(self, edge: Answering, through_wire: bool = False) -> None:
+        self.edge, self.through_wire = edge, through_wire
         self.seconds = 0.0
         self._waiting: list[Order] = []
 
     def dispatch(self, orders: Sequence[Order]) -> None:
-        """Send orders out."""
-        self._waiting.extend(self._travel_down(order) for order in orders)
+        """Keep the orders until somebody asks for the replies."""
+        self._waiting += [self._carry(order, Order) for order in orders] if self.through_wire else orders
 
     def replies(self, timeout: float | None = None) -> Iterator[Reply]:
-        """Replies in the order of the orders; after `timeout` seconds the rest is given up."""
+        """Yield the replies; after `timeout` seconds the rest is given up."""
         orders, self._waiting = self._waiting, []
         end = None if timeout is None else time.monotonic() + timeout
-        for reply in self.controller.handle(orders):
+        for reply in self.edge.handle(orders):
             if end is not None and time.monotonic() > end:
                 return
-            yield self._travel_up(reply)
+            yield self._carry(reply, Reply) if self.through_wire else reply
 
     def alive(self) -> Sequence[int]:
-        """Every client."""
-        return range(self.clients)
+        """Return every client."""
+        return range(self.edge.clients)
 
-    def _travel_down(self, order: Order) -> Order:
-        if not self.through_wire:
-            return order
+    def _carry(self, message: wire.Message, kind: type[wire.Message]) -> wire.Message:
         began = time.perf_counter()
-        arrived = wire.decode(wire.encode(order), Order)
-        device = self.controller.trainer.bench.data.train.x.device
-        generic = None if arrived.generic is None else tree.to(arrived.generic, device)
-        down = tree.to(arrived.down, device)
+        arrived = wire.decode(wire.encode(message), kind, wire.device_of(message))
         self.seconds += time.perf_counter() - began
-        return dataclasses.replace(arrived, down=down, generic=generic)
-
-    def _travel_up(self, reply: Reply) -> Reply:
-        if not self.through_wire:
-            return reply
-        began = time.perf_counter()
-        arrived = wire.decode(wire.encode(reply), Reply)
-        device = self.controller.trainer.bench.data.train.x.device
-        up = tree.to(arrived.up, device)
-        self.seconds += time.perf_counter() - began
-        return Reply(arrived.kind, arrived.round, arrived.client, up, arrived.report)
+        return arrived

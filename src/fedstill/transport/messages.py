@@ -1,43 +1,74 @@
-"""How orders and replies travel between the coordinator and the edges (the Communication Manager)."""
+"""What travels between the coordinator and the edges: orders down, replies up, and the protocols of what carries them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias, TypeVar
 
 from ..core.tree import Params, Tree
+
+T = TypeVar("T")
+Kind: TypeAlias = Literal["train", "score", "begin", "idle", "tune", "model", "state", "restore"]
 
 
 @dataclass(frozen=True)
 class Order:
-    """What the server asks of a client in a round: to train, or to score models on its own data.
+    """What the server asks of a client.
 
-    `generic` is the model for everybody, sent along where the client is to score it. Wait-free: `train` with `work` "generic"
-    leaves personal training for later; `begin` is a model for a client that is not asked to train, from which its personal
-    training goes on; `idle` says how many `steps` that has made since, for good or (`keep` false) for a score only.
+    train     train from `down`; with `work` "generic" (wait-free) personal training is left for later
+    score     count how many samples of `split` the personal model, and `generic` where it came along, get right
+    begin     take `down` as what personal training goes on from (wait-free, a client that is not asked to train)
+    idle      make `steps` of personal training; `keep` false: on a copy, for a score only
+    tune      train the client's model for `epochs` more, on a copy, and score it before and after
+    model     return the personal model
+    state     return all that is kept for the client; `restore` puts it back
     """
 
-    kind: Literal["train", "score", "begin", "idle"]
+    kind: Kind
     round: int
     client: int
-    down: Tree
+    down: Tree = field(default_factory=dict)
     generic: Params | None = None
-    part: str = "test"
+    split: str = "test"
     work: Literal["all", "generic"] = "all"
     steps: int = 0
     keep: bool = True
+    epochs: int = 0
+    subset: Literal["head", "all"] = "all"  # what `tune` trains
+    watch: bool = False  # `train` also scores the downloaded and the trained model
+    run: int = 0
+    settled: int = 0  # the round of the client's last reply for which it is decided whether the server took it
+    taken: bool = True  # the decision
 
 
 @dataclass(frozen=True)
 class Reply:
     """A client's answer. `up` is all that leaves the client in training; `report` holds plain numbers."""
 
-    kind: Literal["train", "score", "begin", "idle"]
+    kind: Kind
     round: int
     client: int
     up: Tree = field(default_factory=dict)
     report: dict[str, float] = field(default_factory=dict)
+    run: int = 0
+    refusal: str = ""  # why the client did not do the work; empty: it did
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a coordinator yields: orders to send out, and which replies to wait for.
+
+    "all": the replies to these orders, until all are in or `deadline` seconds have passed; "any": whatever has arrived first of
+    all orders that are out, these included.
+    """
+
+    orders: Sequence[Order] = ()
+    deadline: float | None = None
+    until: Literal["all", "any"] = "all"
+
+
+Dialogue: TypeAlias = Generator[Request, list[Reply], T]  # yields requests, is sent the replies, returns a T
 
 
 class Transport(Protocol):
@@ -49,7 +80,16 @@ class Transport(Protocol):
         """Send orders out; does not wait."""
 
     def replies(self, timeout: float | None = None) -> Iterator[Reply]:
-        """Replies as they arrive; ends when no order is out any more, or after `timeout` seconds."""
+        """Yield replies as they arrive, until no order is out any more or `timeout` seconds have passed."""
 
     def alive(self) -> Sequence[int]:
-        """Clients that can be asked."""
+        """Return the clients that can be asked."""
+
+
+class Answering(Protocol):
+    """What a transport hands orders to: an `edge.edge.Edge`."""
+
+    clients: int
+
+    def handle(self, orders: Sequence[Order]) -> Iterator[Reply]:
+        """Yield the replies to the orders."""

@@ -7,6 +7,8 @@ import json
 import struct
 from typing import Any, TypeVar
 
+import torch
+
 from ..core import tree
 from ..core.tree import Tree
 from .messages import Order, Reply
@@ -16,7 +18,7 @@ _TREES = {Order: ("down", "generic"), Reply: ("up",)}
 
 
 def encode(message: Order | Reply) -> bytes:
-    """The message as bytes."""
+    """Return the message as bytes."""
     from safetensors.torch import save
 
     header: dict[str, Any] = {}
@@ -34,8 +36,8 @@ def encode(message: Order | Reply) -> bytes:
     return struct.pack("<Q", len(head)) + head + body
 
 
-def decode(data: bytes, kind: type[Message]) -> Message:
-    """The message that `encode` wrote."""
+def decode(data: bytes, kind: type[Message], device: torch.device | str = "cpu") -> Message:
+    """Return the message that `encode` wrote, its tensors on a device."""
     from safetensors.torch import load
 
     (length,) = struct.unpack_from("<Q", data)
@@ -43,5 +45,11 @@ def decode(data: bytes, kind: type[Message]) -> Message:
     flat = load(data[8 + length :])
     for name in _TREES[kind]:
         if header.get(name) is not None:
-            header[name] = tree.fill(header[name], flat, f"{name}{tree.SEPARATOR}")
+            header[name] = tree.to(tree.fill(header[name], flat, f"{name}{tree.SEPARATOR}"), device)
     return kind(**header)
+
+
+def device_of(message: Order | Reply) -> torch.device:
+    """Return the device of the message's tensors."""
+    trees = [getattr(message, name) or {} for name in _TREES[type(message)]]
+    return next((leaf.device for each in trees for _, leaf in tree.leaves(each)), torch.device("cpu"))

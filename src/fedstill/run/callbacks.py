@@ -1,0 +1,89 @@
+"""Callbacks of a run: the journal, which keeps records and checkpoints, and progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+
+from ..core import tree
+from ..core.tree import Tree
+from ..nn.kernels.convolution import Choices
+from ..server.coordinator import Coordinator, Record, RunState
+from ..transport.messages import Dialogue, Reply, Request
+from .journal import PART, Checkpoint, CheckpointWriter, Journal
+
+Progress: TypeAlias = Callable[[Record], None]
+
+
+class ProgressCallback:
+    """Hands every record to a function."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+
+    def on_start(self, coordinator: Coordinator) -> None:
+        """Do nothing."""
+
+    def on_round(self, coordinator: Coordinator, record: Record) -> None:
+        """Report the round."""
+        self.progress(record)
+
+    def on_end(self, coordinator: Coordinator) -> None:
+        """Do nothing."""
+
+
+class JournalCallback:
+    """Writes every record, and a checkpoint every so many rounds and after the last."""
+
+    def __init__(self, journal: Journal, checkpoint_every: int, choices: Choices) -> None:
+        self.journal, self.checkpoint_every, self.choices = journal, checkpoint_every, choices
+
+    def on_start(self, coordinator: Coordinator) -> None:
+        """Do nothing: the folder was made before."""
+
+    def on_round(self, coordinator: Coordinator, record: Record) -> Dialogue[None] | None:
+        """Append the record; where a checkpoint is due, ask the clients for their state."""
+        self.journal.record(record)
+        self.journal.write_choices(self.choices)
+        due = record["round"] % self.checkpoint_every == 0 or record["round"] == coordinator.task.rounds
+        return save(self.journal, coordinator) if due else None
+
+    def on_end(self, coordinator: Coordinator) -> None:
+        """Do nothing: the last round was kept."""
+
+
+def save(journal: Journal, coordinator: Coordinator) -> Dialogue[None]:
+    """Write a checkpoint: the server's state, then the clients', a few at a time."""
+    state, timing = coordinator.state, coordinator.rounds.state_dict()
+    writer = CheckpointWriter(journal, state.round, {"server": state.server, **({"timing": timing} if timing else {})})
+    clients, at_once = sorted(coordinator.touched), 1
+    while clients:
+        orders = [coordinator.order("state", coordinator.task, k, {}) for k in clients[:at_once]]
+        clients = clients[at_once:]
+        size = 1
+        for reply in (yield Request(orders)):
+            writer.add(reply.client, as_tree(reply))
+            size = max(size, sum(leaf.nbytes for _, leaf in tree.leaves(reply.up)))
+        at_once = max(1, min(PART // size, 256))
+    writer.close()
+
+
+def restore(checkpoint: Checkpoint, coordinator: Coordinator) -> Dialogue[None]:
+    """Send the clients back what a checkpoint holds of them."""
+    for client, kept in checkpoint.clients():
+        coordinator.touched.add(client)
+        yield Request([coordinator.order("restore", coordinator.task, client, kept)])
+
+
+def state_of(checkpoint: Checkpoint, history: list[Record]) -> tuple[RunState, Tree]:
+    """Return the server's state and what the timing had in a checkpoint."""
+    kept = checkpoint.state()
+    return RunState(kept["server"], history), kept.get("timing", {})
+
+
+def as_tree(reply: Reply) -> Tree:
+    """Return a client's state as one tree, its numbers as tensors."""
+    numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in reply.report.items()}
+    return {**reply.up, "report": numbers}

@@ -1,0 +1,86 @@
+"""The driver: carries the requests of coordinators over one transport, for one run or for several side by side.
+
+Every coordinator runs as if it were alone. In each turn the orders of all that are waiting go out together, so that an edge can
+train their clients as one cohort, and each is sent its own replies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from ..core.errors import TrainingError
+from ..transport.messages import Dialogue, Order, Reply, Request, Transport
+
+Key: TypeAlias = tuple[int, str, int, int]  # run, kind, round and client of an order
+
+
+class Driver:
+    """One transport, and the orders that are out on it."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.out: set[Key] = set()  # orders of requests that wait for "any" reply, and may be answered later
+
+    def run(self, dialogues: Mapping[int, Dialogue[None]]) -> dict[int, TrainingError]:
+        """Run coordinators, by the number of their run, to their ends; return why some could not go on.
+
+        A run whose training fails leaves the others alone.
+        """
+        failed: dict[int, TrainingError] = {}
+        waiting: dict[int, Request] = {}
+        replies: dict[int, list[Reply] | None] = dict.fromkeys(dialogues)
+        while replies:
+            for run, received in replies.items():
+                try:
+                    waiting[run] = next(dialogues[run]) if received is None else dialogues[run].send(received)
+                except StopIteration:
+                    pass
+                except TrainingError as error:
+                    failed[run] = error
+            replies = dict(self.exchange(waiting)) if waiting else {}
+            waiting = {}
+        return failed
+
+    def ask(self, orders: Sequence[Order], run: int = 0) -> list[Reply]:
+        """Send orders of one run outside of its rounds, and return the replies."""
+        return self.exchange({run: Request(orders)})[run]
+
+    def exchange(self, requests: Mapping[int, Request]) -> dict[int, list[Reply]]:
+        """Send the orders of all requests out, and return for each run its replies by ascending client.
+
+        Replies to nobody's order, doubles, and those that come after the deadline are dropped.
+        """
+        expected = {_key(order): run for run, request in requests.items() for order in request.orders}
+        patient = {run for run, request in requests.items() if request.until == "all"}
+        self.transport.dispatch([order for request in requests.values() for order in request.orders])
+        self.out |= {key for key, run in expected.items() if run not in patient}
+        missing = {key for key, run in expected.items() if run in patient}
+        eager = set(requests) - patient
+        deadlines = [request.deadline for request in requests.values()]
+        deadline = None if None in deadlines else max((d for d in deadlines if d is not None), default=None)
+        end = None if deadline is None else time.monotonic() + deadline
+        received: dict[Key, Reply] = {}
+        if missing or eager:
+            for reply in self.transport.replies(deadline):
+                if end is not None and time.monotonic() > end:
+                    break
+                key = reply.run, reply.kind, reply.round, reply.client
+                if key in received or (key not in missing and key not in self.out):
+                    continue
+                received[key] = reply
+                missing.discard(key)
+                self.out.discard(key)
+                eager.discard(reply.run)
+                if not missing and not eager:
+                    break
+        replies: dict[int, list[Reply]] = {run: [] for run in requests}
+        for reply in sorted(received.values(), key=lambda reply: reply.client):
+            if reply.run in replies:
+                replies[reply.run].append(reply)
+        return replies
+
+
+def _key(order: Order) -> Key:
+    return order.run, order.kind, order.round, order.client

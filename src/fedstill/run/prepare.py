@@ -1,0 +1,171 @@
+"""From settings, data and a model to a run that is ready to start; every refusal comes from here, before any work."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from .. import data as sources
+from .. import models, scores
+from ..core.errors import InputError, Shown
+from ..core.method import Method
+from ..core.plan import JointPlan, Plan
+from ..core.task import Task
+from ..core.tree import Params, Tree
+from ..data import Federation
+from ..edge.data_manager import DataManager, JointData
+from ..engine.bench import Bench
+from ..engine.one import threads
+from ..engine.trainer import Trainer
+from ..nn.net import Net
+from ..nn.split import by_head
+from ..scores.external import with_external
+from ..server.optimizer import Rule
+from ..server.sampler import count
+from ..timing import clock, wait_free
+from ..timing.asynchronous import Asynchrony
+from .experiment import Experiment, Training
+
+PYTHON = "(python)"  # in experiment.toml: given as an object, so that only the same call of simulate() can continue
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Simulation:
+    """A run that is ready to start."""
+
+    method: Method
+    training: Training
+    trainer: Trainer
+    data: DataManager
+    initial: Params
+    device: torch.device
+    samples: scores.Samples
+    newcomers: tuple[int, ...] = ()
+    external: tuple[torch.Tensor, torch.Tensor] | None = None
+    devices: clock.Devices | None = None  # of simulated time
+
+    @property
+    def task(self) -> Task:
+        """The setting of local work."""
+        return self.trainer.bench.task
+
+    def common_accuracy(self, trainer: Trainer, generic: Tree) -> float | None:
+        """Return the generic model's accuracy on the common test set, where the federation has one."""
+        if self.data.common is None:
+            return None
+        x, y = self.data.common
+        with threads(trainer.threads):
+            return float((self.task.predict(generic, x).argmax(-1) == y).double().mean())
+
+
+def federation_of(experiment: Experiment) -> Federation:
+    """The data of an experiment, read and divided."""
+    dataset = sources.load(experiment.data, experiment.data_root or None)
+    owned = "owner" if dataset.owner is not None else "domain" if dataset.domain is not None else None
+    experiment = experiment.dealt(owned)
+    federation = Federation.from_dataset(
+        dataset,
+        partition=experiment.partition,
+        clients=experiment.clients or None,
+        seed=experiment.seed,
+        split=experiment.split,
+        pool=experiment.pool,
+    )
+    return _with_external(federation, experiment)
+
+
+def _with_external(federation: Federation, experiment: Experiment) -> Federation:
+    return with_external(federation, experiment.external, experiment.data, experiment.data_root or None)
+
+
+def from_experiment(experiment: Experiment, federation: Federation | None = None) -> tuple[Simulation, Federation]:
+    """Everything ready to train; every refusal comes from here, before a folder is made."""
+    pick_device(experiment.device)
+    if PYTHON in (experiment.data, experiment.model) and federation is None:
+        right = "a data set: this run was made in Python; the same call of simulate() with resume=True goes on with it"
+        raise InputError("data", experiment.data, right)
+    federation = _with_external(federation or federation_of(experiment), experiment)
+    model = models.build(experiment.model, federation.shape, federation.classes, experiment.seed)
+    return prepare(experiment.method, model, federation, experiment.head or None, experiment.training()), federation
+
+
+def prepare(
+    method: Method,
+    model: nn.Module | Callable[[], nn.Module],
+    federation: Federation,
+    head: str | Sequence[str] | None,
+    training: Training,
+) -> Simulation:
+    """Check everything and make it ready; raises `InputError` before any work."""
+    device, dtype = pick_device(training.device), getattr(torch, training.dtype)
+    if isinstance(method, type) or not isinstance(method, Method):
+        raise InputError("method", Shown(repr(method)), "a method such as fedstill.PFedSD(), not its class or name")
+    if not isinstance(federation, Federation):
+        raise InputError(
+            "data", Shown(type(federation).__name__), "a fedstill.Federation, for example Federation.from_arrays"
+        )
+    if not isinstance(model, nn.Module) and callable(model):
+        model = models.seeded(model, training.seed)
+    if not isinstance(model, nn.Module):
+        raise InputError("model", Shown(type(model).__name__), "an nn.Module, or a function that makes one")
+    net = Net(model, device, dtype)
+    if not net.parameters:
+        raise InputError("model", Shown(type(model).__name__), "a module with parameters that require a gradient")
+    split = by_head(model, head)
+    manager = DataManager(federation, device, dtype)
+    net.probe(manager.train.x[:2], federation.classes)
+    task = Task(
+        net=net,
+        split=split,
+        clients=len(federation) - training.newcomers,
+        rounds=training.rounds,
+        epochs=training.epochs,
+        lr=training.lr,
+        momentum=training.momentum,
+        nesterov=training.nesterov,
+        weight_decay=training.weight_decay,
+        seed=training.seed,
+    )
+    method.check(task)
+    Rule.of(method, training)
+    plan = Plan(training.seed, training.batch_size)
+    joining = scores.newcomers(plan, len(federation), training.newcomers)
+    if training.fine_tune and training.fine_tune_part == "head":
+        task.need_split()
+    bench = Bench(method, task, JointPlan((plan,), len(federation)), JointData([manager]))
+    together = count(task.clients, training.participation)
+    if training.minimum > together:
+        raise InputError("minimum", training.minimum, f"at most {together}, the clients that are wanted in a round")
+    Asynchrony.of(method, training, together)
+    wait_free.check(method, task, training)
+    devices = None
+    if training.profile:
+        devices = clock.Devices.of(
+            training.profile, len(federation), training.seed, training.availability, training.drop
+        )
+    trainer = Trainer(
+        bench, training.engine, training.cohort, together, fast=training.fast, compile=training.compile,
+        precision=training.precision, workers=training.workers,
+    )  # fmt: skip
+    samples = scores.Samples.of(federation)
+    return Simulation(
+        method, training, trainer, manager, net.initial(), device, samples, joining, federation.external, devices
+    )
+
+
+def pick_device(name: str) -> torch.device:
+    """The device by name; auto takes a GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError("device", name, "auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InputError("device", name, "auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError("device", name, f"one of this machine's ({torch.cuda.device_count()} GPUs), for example cpu")
+    return device

@@ -1,0 +1,263 @@
+"""Runs under way on one transport: what is put together when they start, and the results they end with."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from .. import scores
+from ..core import settings, tree
+from ..core.errors import CannotStack, TrainingError
+from ..core.plan import JointPlan, Plan
+from ..edge.data_manager import JointData
+from ..edge.edge import Edge
+from ..edge.model_store.store import ModelStore
+from ..edge.monitor import Monitor, Policy
+from ..engine.bench import Bench
+from ..engine.trainer import Trainer
+from ..server.aggregator import Aggregator
+from ..server.coordinator import Callback, Coordinator, Rounds, RunState
+from ..server.optimizer import Rule
+from ..server.sampler import BY_PLAN, SAMPLERS, count
+from ..timing.asynchronous import Asynchronous, Asynchrony
+from ..timing.clock import Clock
+from ..timing.monitor import SimulatedMonitor
+from ..timing.schedule import Schedule, Trigger
+from ..timing.wait_free import Background, WaitFree
+from ..transport.local import LocalTransport
+from ..transport.messages import Transport
+from .callbacks import JournalCallback, Progress, ProgressCallback, restore, state_of
+from .driver import Driver
+from .journal import Journal, write
+from .prepare import Simulation
+from .result import Run
+
+Transports: TypeAlias = Callable[[Edge], Transport]  # makes a transport, given the edge that this process can offer
+
+
+@dataclass(frozen=True)
+class Start:
+    """A run to be started: what it is, and how it is followed."""
+
+    simulation: Simulation
+    journal: Journal | None = None
+    checkpoint_every: int = 10
+    progress: Progress | None = None
+    resume: bool = False  # continue after the journal's newest checkpoint
+
+
+@dataclass(eq=False)
+class Session:
+    """Runs side by side. Each has its own server, history and folder; their clients are trained together."""
+
+    starts: Sequence[Start]
+    coordinators: Sequence[Coordinator]
+    driver: Driver
+    trainer: Trainer
+    began: float = field(default_factory=time.perf_counter)
+
+    def run(self) -> list[Run | TrainingError]:
+        """Run to the end; in the place of a run that could not go on stands why."""
+        try:
+            with self.trainer.quiet():
+                failed = self.driver.run({c.run: c.talk() for c in self.coordinators})
+            return [failed[c.run] if c.run in failed else self._end(c) for c in self.coordinators]
+        finally:
+            self.trainer.close()
+
+    def _end(self, coordinator: Coordinator) -> Run | TrainingError:
+        """Return a run's result, with the scores that were asked for after the federation."""
+        start = self.starts[coordinator.run]
+        sim, seconds = start.simulation, (time.perf_counter() - self.began) / len(self.starts)
+        run = Run.of(sim, coordinator, self.driver, self.trainer.name, seconds)
+        try:
+            run = dataclasses.replace(run, after=scores.after(run))
+        except TrainingError as error:
+            return error
+        if start.journal is not None and run.after:
+            write(start.journal.folder / "scores.json", (json.dumps(run.after, indent=2) + "\n").encode())
+        return run
+
+
+def start(starts: Sequence[Start], transport: Transports | None = None) -> Session:
+    """Put everything together as it is before the first round, or after the newest checkpoints.
+
+    Raises `CannotStack` where several runs cannot be trained side by side.
+    """
+    sims = [start.simulation for start in starts]
+    trainer = sims[0].trainer if len(sims) == 1 else _joint_trainer(sims)
+    rounds = [rounds_of(sim) for sim in sims]
+    monitors = [monitor_of(sim, strategy) for sim, strategy in zip(sims, rounds, strict=True)]
+    folder = next((start.journal.folder for start in starts if start.journal is not None), None)
+    edge = Edge([sim.method for sim in sims], trainer, _store(sims, folder), monitors)
+    carrier = (transport or LocalTransport)(edge)
+    driver = Driver(carrier)
+    coordinators = [
+        _coordinator(start, number, len(starts), strategy, carrier, trainer)
+        for number, (start, strategy) in enumerate(zip(starts, rounds, strict=True))
+    ]
+    for start, coordinator in zip(starts, coordinators, strict=True):
+        _resume(start, coordinator, driver)
+    if len({coordinator.state.round for coordinator in coordinators}) > 1:
+        raise CannotStack("the runs are not at the same round")
+    return Session(starts, coordinators, driver, trainer)
+
+
+def _coordinator(
+    start: Start, number: int, runs: int, rounds: Rounds, transport: Transport, trainer: Trainer
+) -> Coordinator:
+    sim, training = start.simulation, start.simulation.training
+    server, rule = tree.clone(sim.method.init_server(sim.task, sim.initial)), Rule.of(sim.method, training)
+    if rule is not None:
+        server = rule.begin(server, sim.task.net.parameters)
+    callbacks: list[Callback] = []
+    if start.journal is not None:
+        callbacks.append(JournalCallback(start.journal, start.checkpoint_every, trainer.choices))
+    if start.progress is not None:
+        callbacks.append(ProgressCallback(start.progress))
+    return Coordinator(
+        sim.method,
+        sim.task,
+        Plan(training.seed, training.batch_size),
+        RunState(server),
+        transport,
+        per_round=count(sim.task.clients, training.participation),
+        rounds=rounds,
+        callbacks=callbacks,
+        eval_every=training.eval_every,
+        splits=("test",) if sim.data.val is None else ("test", "val"),
+        sampler=SAMPLERS[training.sampler],
+        aggregator=Aggregator(training.minimum, rule),
+        common=functools.partial(sim.common_accuracy, trainer),
+        away=frozenset(sim.newcomers),
+        watch=scores.forgetting if training.forgetting else None,
+        samples=sim.data.train.sizes,
+        candidates=training.candidates,
+        run=number,
+        runs=runs,
+    )
+
+
+def _resume(start: Start, coordinator: Coordinator, driver: Driver) -> None:
+    """Continue after the newest checkpoint, where that is asked for and there is one; else from the beginning."""
+    journal, sim = start.journal, start.simulation
+    if journal is None:
+        return
+    checkpoint = journal.load(sim.device) if start.resume else None
+    if start.resume:
+        sim.trainer.choices.take(journal.choices())
+    if checkpoint is None:
+        journal.rewind(0)
+        return
+    state, timing = state_of(checkpoint, journal.rewind(checkpoint.round))
+    coordinator.load_state(state, timing)
+    driver.run({coordinator.run: restore(checkpoint, coordinator)})
+
+
+def rounds_of(sim: Simulation) -> Rounds:
+    """Return how the run's rounds pass in time."""
+    training = sim.training
+    if sim.devices is None:
+        return Rounds()
+    clock = Clock(sim.devices, training.seed, np.array(sim.data.train.sizes))
+    asynchrony = Asynchrony.of(sim.method, training, count(sim.task.clients, training.participation))
+    if asynchrony is not None:
+        return Asynchronous(clock, asynchrony=asynchrony)
+    trigger = Trigger(training.deadline, training.over_select)
+    if training.wait_free == "until-download":
+        plan, everyone = Plan(training.seed, training.batch_size), training.unselected == "broadcast"
+        background = Background(clock, plan, training.personal_cap, everyone)
+        return WaitFree(clock, trigger, training.late, ahead=True, background=background)
+    return Schedule(clock, trigger, training.late, ahead=training.wait_free != "off")
+
+
+def monitor_of(sim: Simulation, rounds: Rounds) -> Monitor | None:
+    """Return the monitor of a run's simulated devices, where any may refuse."""
+    training = sim.training
+    policy = Policy(training.min_battery, training.max_load, training.min_memory)
+    return SimulatedMonitor(rounds.clock, policy) if isinstance(rounds, Schedule) and policy != Policy() else None
+
+
+def _store(sims: Sequence[Simulation], folder: object) -> ModelStore:
+    """Return the clients' memories of all runs."""
+    lead = sims[0]
+    bank = lead.training.bank
+    room = int(bank * 2**30) if lead.device.type == "cuda" and bank else None
+    initials = [sim.method.init_client(sim.task, sim.initial) for sim in sims]
+    clients = len(lead.data.train.sizes)
+    return ModelStore(
+        initials[0], clients=clients, others=initials[1:], device=lead.device, device_bytes=room, folder=folder
+    )
+
+
+# ---- several runs as one stack ---------------------------------------------------------------------------------------
+class _NoSeed:
+    """Stands for the seed where several runs are trained together: each has its own, so a client can ask for none."""
+
+    def __and__(self, other: object) -> int:
+        raise CannotStack("the method draws from the run's seed at its clients")
+
+    __index__ = __int__ = __add__ = __xor__ = __mul__ = __and__
+
+
+def _joint_trainer(sims: Sequence[Simulation]) -> Trainer:
+    """Return a trainer for the clients of all runs."""
+    lead = sims[0]
+    for sim in sims:
+        _check_alike(lead, sim)
+    if any(sim.training.mode != "sync" for sim in sims):
+        raise CannotStack("replies are merged as they arrive, in each run at other times")
+    if any(sim.training.wait_free == "until-download" for sim in sims):
+        raise CannotStack("personal training ends with the next download, in each run at other times")
+    clients = len(lead.data.train.sizes)
+    plan = JointPlan(tuple(Plan(sim.training.seed, sim.training.batch_size) for sim in sims), clients)
+    varied = {name: [value for value in values for _ in range(clients)] for name, values in varying(sims).items()}
+    task = dataclasses.replace(lead.trainer.bench.task, seed=_NoSeed())  # type: ignore[arg-type]
+    bench = Bench(lead.method, task, plan, JointData([sim.data for sim in sims]), varied)
+    return lead.trainer.over(bench, together=lead.trainer.together * len(sims))
+
+
+def varying(sims: Sequence[Simulation]) -> dict[str, list[float]]:
+    """Return the fields in which the runs' methods, or their learning rates, differ: for each the values run by run."""
+    fields: dict[str, list[float]] = {}
+    for name in settings.values_of(sims[0].method):
+        values = [getattr(sim.method, name) for sim in sims]
+        if any(value != values[0] for value in values):
+            if not all(type(value) is float for value in values):
+                raise CannotStack(f"{name} is no floating number")
+            fields[name] = values
+    if len({_optimizers(sim) for sim in sims}) > 1:
+        raise CannotStack("the optimiser of a phase differs")
+    rates = [sim.training.lr for sim in sims]
+    return {**fields, "lr": rates} if len(set(rates)) > 1 else fields
+
+
+def _optimizers(sim: Simulation) -> tuple[object, ...]:
+    """Return what the engine reads of a method's phases itself, the same for the whole stack."""
+    task = dataclasses.replace(sim.task, round=1)
+    return tuple((phase.lr, phase.momentum) for phase in sim.method.phases(task))
+
+
+def _check_alike(a: Simulation, b: Simulation) -> None:
+    """Refuse runs that differ in more than seeds, fields of the method and the learning rate."""
+    if type(a.method) is not type(b.method):
+        raise CannotStack("their methods differ")
+    for name, value in settings.values_of(a.training).items():
+        if name not in ("seed", "lr") and getattr(b.training, name) != value:
+            raise CannotStack(f"{name} differs")
+    if a.training.forgetting:
+        raise CannotStack("forgetting is watched run by run")
+    if a.training.sampler not in BY_PLAN:
+        raise CannotStack(f"the sampler {a.training.sampler} uses losses, which a stack may round otherwise")
+    if b.trainer.name != "stacked" or (a.newcomers and a.training.seed != b.training.seed):
+        raise CannotStack("clients are not stacked" if b.trainer.name != "stacked" else "their newcomers differ")
+    shapes = [{n: (tuple(v.shape), v.dtype) for n, v in sim.initial.items()} for sim in (a, b)]
+    if shapes[0] != shapes[1] or a.data.clients != b.data.clients:
+        raise CannotStack("their models or their numbers of clients differ")

@@ -1,0 +1,86 @@
+"""The gate: every upload is checked before any method sees it. One bad client is refused and named; the round goes on.
+
+Checked are the names, shapes and dtypes of all entries, against what the method's own `finish` gives on an example, and that
+every number is finite. A client that itself reports that its training has diverged stops the run: see `check_converging`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+
+from ..core import tree
+from ..core.method import Method
+from ..core.task import Site, Task
+from ..core.tree import Tree
+from ..transport.messages import Reply
+
+Spec: TypeAlias = dict[str, tuple[torch.Size, torch.dtype]]  # of an upload's entries, by their full names
+
+
+def example_upload(method: Method, task: Task, down: Tree) -> Tree:
+    """Return what a client that was sent `down` would upload without having trained, on example data of one class."""
+    x = task.net.example
+    count = torch.tensor(float(len(x)), dtype=task.net.dtype, device=x.device)
+    never = torch.zeros((), dtype=torch.float64, device=x.device)
+    y, index = torch.zeros(len(x), dtype=torch.int64, device=x.device), torch.arange(len(x), device=x.device)
+    task = task.at_site(Site(x, y, index, count, torch.ones_like(count), never))
+    with torch.no_grad():
+        memory = tree.fit_rows(method.init_client(task, task.net.initial()), method.per_sample, len(x))
+        up, _ = method.finish(task, down, memory, method.begin(task, down, memory))
+    return up
+
+
+def spec_of(upload: Tree) -> Spec:
+    """Return the shape and dtype of every entry."""
+    return {name: (leaf.shape, leaf.dtype) for name, leaf in tree.leaves(upload)}
+
+
+@dataclass
+class Gate:
+    """Refuses uploads that a method must not see. `expected` is what was right last: most methods always upload the same."""
+
+    expected: Spec | None = field(default=None, init=False)
+
+    def inspect(self, replies: Sequence[Reply], example: Callable[[Reply], Tree]) -> tuple[list[Reply], dict[int, str]]:
+        """Divide replies into those that may be merged and the reasons, by client, for which the others are refused.
+
+        `example(reply)` makes an upload that would be right in that reply's round; it is asked for only where a reply differs
+        from what was right before.
+        """
+        reasons = {reply.client: reason for reply in replies if (reason := self._mismatch(reply, example))}
+        checked = [reply for reply in replies if reply.client not in reasons]
+        for reply, finite in zip(checked, tree.finite_each([reply.up for reply in checked]), strict=True):
+            if not finite:
+                reasons[reply.client] = "its upload holds numbers that are not finite"
+        return [reply for reply in checked if reply.client not in reasons], reasons
+
+    def _mismatch(self, reply: Reply, example: Callable[[Reply], Tree]) -> str:
+        spec = spec_of(reply.up)
+        if spec == self.expected:
+            return ""
+        right = spec_of(example(reply))
+        if spec == right:
+            self.expected = spec
+            return ""
+        return difference(spec, right)
+
+
+def difference(spec: Spec, right: Spec) -> str:
+    """Return the first difference between an upload and what is right, in words."""
+    for name, (shape, dtype) in right.items():
+        if name not in spec:
+            return f"{name} is missing from its upload"
+        if spec[name][0] != shape:
+            return f"{name} has shape {tuple(spec[name][0])} instead of {tuple(shape)}"
+        if spec[name][1] != dtype:
+            return f"{name} has dtype {_plain(spec[name][1])} instead of {_plain(dtype)}"
+    extra = [name for name in spec if name not in right]
+    return f"{extra[0]} does not belong into its upload" if extra else ""
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,55 @@
+"""From clients' counts of right answers to the numbers of a record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..transport.messages import Reply
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Right answers and test sizes, by client, for each model that was scored."""
+
+    clients: list[int]
+    samples: list[int]
+    hits: dict[str, list[int]]
+
+    @classmethod
+    def read(cls, replies: Sequence[Reply], models: Sequence[str]) -> Scores:
+        """Read the clients' replies. Where a method has only a generic model, that is also what serves each client."""
+        hits = {model: [int(r.report[model]) for r in replies] for model in models}
+        hits.setdefault("personal", hits.get("generic", []))
+        return cls([r.client for r in replies], [int(r.report["samples"]) for r in replies], hits)
+
+
+def summary(scores: Scores, prefix: str = "") -> dict[str, Any]:
+    """Return the numbers of one round's record.
+
+    `personal` is the mean over clients, `personal_sample` over samples, `personal_std` the spread over clients and
+    `personal_worst` the mean of the worst tenth of clients; `generic` counts every client's test samples alike (the common
+    test set, where there is one, has a number of its own: `generic_common`); `generic_client` is its mean over clients.
+    """
+    sizes = np.array(scores.samples, dtype=float)
+    record: dict[str, Any] = {}
+    for model, hits in scores.hits.items():
+        rates = np.array(hits, dtype=float) / sizes
+        record[f"{prefix}{model}_clients"] = {str(k): float(r) for k, r in zip(scores.clients, rates, strict=True)}
+        per_sample = float(np.sum(hits) / sizes.sum())
+        if model == "generic":
+            record[f"{prefix}generic"], record[f"{prefix}generic_client"] = per_sample, float(rates.mean())
+        else:
+            record[f"{prefix}personal"], record[f"{prefix}personal_sample"] = float(rates.mean()), per_sample
+            record[f"{prefix}personal_std"], record[f"{prefix}personal_worst"] = float(rates.std()), worst_tenth(rates)
+    record[f"{prefix}samples"] = {str(k): n for k, n in zip(scores.clients, scores.samples, strict=True)}
+    return record
+
+
+def worst_tenth(rates: Any) -> float:
+    """Return the mean of the worst 10 % of clients (at least one client)."""
+    ordered = np.sort(np.asarray(rates, dtype=float))
+    return float(ordered[: max(1, len(ordered) // 10)].mean())
