@@ -202,7 +202,7 @@ class Simulation:
         room = int(self.training.bank * 2**30) if self.device.type == "cuda" and self.training.bank else None
         folder = None if journal is None else journal.folder
         memory = method.init_client(task, self.initial)
-        store = ModelStore(memory, device=self.device, device_bytes=room, folder=folder, sharing=abreast)
+        store = ModelStore(memory, device=self.device, device_bytes=room, folder=folder)
         history: list[Record] = []
         schedule = self._schedule()
         behind = self._background(schedule)
