@@ -40,7 +40,7 @@ def play(seed, steps, wide, device_rows, host_rows):
     """Large rows and a busy compute stream, so that copies are really late."""
     draw, clients = random.Random(seed), 10
     initial = memory(0, 0, wide)
-    size = ModelStore(initial)._initial.layout.bytes
+    size = ModelStore(initial).row_bytes
     store = ModelStore(initial, device_bytes=int(device_rows * size), host_bytes=int(host_rows * size))
     oracle, a = {}, torch.randn(2048, 2048, device="cuda")
     for step in range(1, steps + 1):
@@ -110,7 +110,7 @@ def resnet_like(n):
 def timings(n=100):
     cohort = resnet_like(n)
     one = tree.unstack(cohort, 0)
-    size = ModelStore(one)._initial.layout.bytes
+    size = ModelStore(one).row_bytes
     gigabytes = n * size / 1e9
     print(f"{n} clients of {size / 1e6:.1f} MB: {gigabytes:.2f} GB")
     print(f"{'':58}{'returned':>10}{'done':>10}{'GB/s':>8}")
@@ -133,7 +133,7 @@ def timings(n=100):
     show("host tier: scatter, first (pins memory)", timed(lambda: far.scatter(ids, cohort)))
     show("host tier: scatter, again", timed(lambda: far.scatter(ids, cohort)))
     show("host tier: gather", timed(lambda: far.gather(ids)))
-    far._device.limit = int(1.5 * n * size)  # room for a cohort to be brought ahead
+    far._hierarchy.device.limit = int(1.5 * n * size)  # room for a cohort to be brought ahead
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
 
     def work():
@@ -151,8 +151,8 @@ def timings(n=100):
     for k in ids:  # back to the host
         row = far._rows[k]
         if row.device is not None:
-            far._down(row, row.device, row.landed)
-            far._drop_device(row)
+            far._hierarchy.download(row, row.device, row.uploaded)
+            far._hierarchy.drop_device(row)
     assert far.stats()["host"]["clients"] == n
     ahead = show("prefetch, matmul loop, then gather", timed(lambda: (far.prefetch(ids), work(), far.gather(ids))))
     print(f"hidden by prefetch: {(behind - ahead) * 1e3:.0f} of {copy * 1e3:.0f} ms (loop {alone * 1e3:.0f} ms)")
@@ -164,16 +164,18 @@ def timings(n=100):
         f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB |",
         far.stats(),
     )
-    far._device.limit = 0
+    far._hierarchy.device.limit = 0
     out = show("scatter, then matmul loop (copies down overlap)", timed(lambda: (far.scatter(ids, cohort), work())))
     print(f"scatter + loop {out * 1e3:.0f} ms against {alone * 1e3:.0f} ms for the loop alone")
 
 
 def disk(n=30):
     cohort = resnet_like(n)
-    size = ModelStore(tree.unstack(cohort, 0))._initial.layout.bytes
+    size = ModelStore(tree.unstack(cohort, 0)).row_bytes
     store = ModelStore(tree.unstack(cohort, 0), device_bytes=0, host_bytes=int(12 * size))
-    _returned, done = timed(lambda: (store.scatter(range(n), cohort), store._settle(len(store._writing))))
+    _returned, done = timed(
+        lambda: (store.scatter(range(n), cohort), store._hierarchy.settle(len(store._hierarchy.writing)))
+    )
     print(f"disk tier: scatter of {n}: {n * size / done / 1e9:.2f} GB/s", end="; ")
     _returned, done = timed(lambda: store.gather(range(n)))
     print(

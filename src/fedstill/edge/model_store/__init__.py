@@ -1,1 +1,1 @@
-"""The Model Store: what each client keeps between rounds, on the device, on the host or on disk."""
+"""The Model Store: what clients remember between rounds, on the device, on the host or on disk."""

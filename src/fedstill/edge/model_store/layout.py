@@ -1,4 +1,4 @@
-"""A tree of tensors as one row of bytes: where in it each tensor lies."""
+"""A tree of tensors as one row of bytes: the position of each tensor in it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ...core.tree import Tree, leaves
 ALIGN = 64  # bytes; every tensor of a row starts at a multiple, as fast kernels want it
 
 
-class Kind(NamedTuple):
-    """A tensor as it is described."""
+class LeafSpec(NamedTuple):
+    """The dtype and shape of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
-Spec: TypeAlias = tuple[tuple[str, Any], ...]  # of every entry its name, and its Kind or again a Spec
+TreeSpec: TypeAlias = tuple[tuple[str, Any], ...]  # (name, LeafSpec or TreeSpec) of every entry
 
 
 class Leaf(NamedTuple):
@@ -33,55 +33,62 @@ class Leaf(NamedTuple):
     stop: int
 
 
-def spec_of(tree: Tree, stacked: bool = False) -> Spec:
-    """Names, dtypes and shapes of a tree; of one client's where it is stacked."""
+def tree_spec(tree: Tree, stacked: bool = False) -> TreeSpec:
+    """Return the names, dtypes and shapes of a tree; of one client's tree where `stacked` has a leading client axis."""
     return tuple(
-        (name, spec_of(part, stacked) if isinstance(part, dict) else Kind(part.dtype, tuple(part.shape[stacked:])))
-        for name, part in tree.items()
+        (
+            name,
+            tree_spec(entry, stacked)
+            if isinstance(entry, dict)
+            else LeafSpec(entry.dtype, tuple(entry.shape[stacked:])),
+        )
+        for name, entry in tree.items()
     )
 
 
-def fitted(spec: Spec, names: frozenset[str] | None, rows: int) -> Spec:
-    """The spec with so many rows in the named entries (None: in all)."""
+def resize_spec(spec: TreeSpec, names: frozenset[str] | None, rows: int) -> TreeSpec:
+    """Return the spec with `rows` rows in the named entries (None: in all)."""
 
-    def fit(part: Any) -> Any:
-        return part._replace(shape=(rows, *part.shape[1:])) if isinstance(part, Kind) else fitted(part, None, rows)
+    def resize(entry: Any) -> Any:
+        if isinstance(entry, LeafSpec):
+            return entry._replace(shape=(rows, *entry.shape[1:]))
+        return resize_spec(entry, None, rows)
 
-    return tuple((name, fit(part) if names is None or name in names else part) for name, part in spec)
+    return tuple((name, resize(entry) if names is None or name in names else entry) for name, entry in spec)
 
 
 class Layout:
-    """Where in a row each tensor of a tree lies."""
+    """The position of each tensor of a tree in a row."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: TreeSpec) -> None:
         self.spec, self.bytes = spec, 0
         self.leaves: list[Leaf] = []
-        self._add(spec)
+        self._append(spec)
 
-    def _add(self, spec: Spec) -> None:
-        for _, part in spec:
-            if isinstance(part, Kind):
-                size = part.dtype.itemsize * torch.Size(part.shape).numel()
-                strides = torch.empty(part.shape, device="meta").stride()
-                self.leaves.append(Leaf(part.dtype, part.shape, strides, self.bytes, self.bytes + size))
+    def _append(self, spec: TreeSpec) -> None:
+        for _, entry in spec:
+            if isinstance(entry, LeafSpec):
+                size = entry.dtype.itemsize * torch.Size(entry.shape).numel()
+                strides = torch.empty(entry.shape, device="meta").stride()
+                self.leaves.append(Leaf(entry.dtype, entry.shape, strides, self.bytes, self.bytes + size))
                 self.bytes += -(-size // ALIGN) * ALIGN
             else:
-                self._add(part)
+                self._append(entry)
 
     def tree(self, flat: Tensor) -> Tree:
-        """A row, or a stack of rows, as a tree of views."""
-        return _fill(self.spec, self._views(flat))
+        """Return a row, or a stack of rows, as a tree of views."""
+        return _unflatten(self.spec, self._views(flat))
 
     def pack(self, flat: Tensor, tree: Tree) -> Tensor:
-        """Fill a row, or a stack of rows, from a tree: one launch for each dtype of a row, for each leaf of a stack."""
-        kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        """Fill a row, or a stack of rows, from a tree: one launch per dtype for a row, one per leaf for a stack."""
+        by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for view, (_, value) in zip(self._views(flat), leaves(tree), strict=True):
             if value.numel():
-                into, source = kinds.setdefault(view.dtype, ([], []))
-                into.append(view)
-                source.append(value.detach())
-        for into, source in kinds.values():
-            torch._foreach_copy_(into, source)
+                targets, sources = by_dtype.setdefault(view.dtype, ([], []))
+                targets.append(view)
+                sources.append(value.detach())
+        for targets, sources in by_dtype.values():
+            torch._foreach_copy_(targets, sources)
         return flat
 
     def _views(self, flat: Tensor) -> Iterator[Tensor]:
@@ -92,32 +99,32 @@ class Layout:
             yield base.as_strided((*flat.shape[:-1], *leaf.shape), (*base.stride()[:-1], *leaf.strides), start)
 
 
-def _fill(spec: Spec, parts: Iterator[Tensor]) -> Tree:
-    return {name: next(parts) if isinstance(part, Kind) else _fill(part, parts) for name, part in spec}
+def _unflatten(spec: TreeSpec, views: Iterator[Tensor]) -> Tree:
+    return {name: next(views) if isinstance(entry, LeafSpec) else _unflatten(entry, views) for name, entry in spec}
 
 
-def refit(source: Tensor, old: Layout, place: Tensor, new: Layout) -> Tensor:
-    """Copy a row to one of another layout, which differs in the number of rows of some leaves: cut, or filled up with zeros.
+def copy_row(source: Tensor, layout: Layout, target: Tensor, target_layout: Layout) -> Tensor:
+    """Copy a row into one whose leaves may have other numbers of rows: they are cut, or filled up with zeros.
 
-    Leaves that are alike lie at the same distance from one another in both, so a stretch of them is one copy.
+    Leaves of equal shapes lie at equal distances from one another in both rows, so consecutive ones are one copy.
     """
-    if old is new:
-        return place.copy_(source, non_blocking=True)
-    stretch = (0, 0, 0)  # from, to, bytes
+    if layout is target_layout:
+        return target.copy_(source, non_blocking=True)
+    pending = (0, 0, 0)  # from, to, bytes
 
     def copy(a: int, b: int, size: int) -> None:
         if size:
-            place[b : b + size].copy_(source[a : a + size], non_blocking=True)
+            target[b : b + size].copy_(source[a : a + size], non_blocking=True)
 
-    for mine, its in zip(old.leaves, new.leaves, strict=True):
-        if mine.shape == its.shape:
-            a, b, size = stretch
-            stretch = (a, b, its.stop - b) if size else (mine.start, its.start, its.stop - its.start)
+    for old, new in zip(layout.leaves, target_layout.leaves, strict=True):
+        if old.shape == new.shape:
+            a, b, size = pending
+            pending = (a, b, new.stop - b) if size else (old.start, new.start, new.stop - new.start)
             continue
-        copy(*stretch)
-        stretch = (0, 0, 0)
-        size = min(mine.stop - mine.start, its.stop - its.start)
-        copy(mine.start, its.start, size)
-        place[its.start + size : its.stop].zero_()
-    copy(*stretch)
-    return place
+        copy(*pending)
+        pending = (0, 0, 0)
+        size = min(old.stop - old.start, new.stop - new.start)
+        copy(old.start, new.start, size)
+        target[new.start + size : new.stop].zero_()
+    copy(*pending)
+    return target
