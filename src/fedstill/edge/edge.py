@@ -49,7 +49,8 @@ class Controller:
         for order, done in zip(orders, self.trainer.train(orders[0].round, works, self.store), strict=True):
             if order.work == "generic":
                 self.begun[order.client] = (order.round, order.down, done.local)
-            self.last[order.client] = order.round
+            else:
+                self.last[order.client] = order.round  # it counts as seen once its memory is there
             yield self.trained(order, done)
 
     def _begin(self, orders: Sequence[Order]) -> Iterator[Reply]:
@@ -69,12 +70,14 @@ class Controller:
         for order in orders:
             _, down, local = self.begun[order.client]
             memory = {} if keep else self.store.get(order.client)
-            works.append(Work(order.client, down, memory, part="idle", local=local, steps=order.steps))
+            last = self.last.get(order.client, 0)
+            works.append(Work(order.client, down, memory, "idle", local, order.steps, last))
         trained = self.trainer.train(round, works, self.store if keep else None)
         for order, done in zip(orders, trained, strict=True):
             self.copies.pop(order.client, None)
             if keep:
                 del self.begun[order.client]
+                self.last[order.client] = round
             else:
                 self.copies[order.client] = done.memory
             report = {"loss": done.loss, "steps": float(done.steps), "finite": float(done.finite)}
@@ -100,7 +103,8 @@ class Controller:
 
     def personal(self, order: Order) -> Params:
         """The client's own model, given what came down."""
-        task = self.trainer.bench.home(order.round, order.client, self.last.get(order.client, 0))
+        last = self.last.get(order.client, 0) or int(order.client in self.copies)
+        task = self.trainer.bench.home(order.round, order.client, last)
         memory = self.copies[order.client] if order.client in self.copies else self.store.get(order.client)
         return self.method.personal(task, order.down, memory)
 

@@ -207,8 +207,14 @@ class Fleet:
         if first.kind == "train":
             answers = [controller.refusals(part) for controller, part in zip(controllers, orders, strict=True)]
             orders = [part for _, part in answers]
-            works = [Work(r * self.clients + o.client, o.down) for r, part in enumerate(orders) for o in part]
+            works = [
+                Work(r * self.clients + o.client, o.down, last=controllers[r].last.get(o.client, 0))
+                for r, part in enumerate(orders)
+                for o in part
+            ]
             done = self._apart(orders, list(self.trainer.train(first.round, works, self.stores)) if works else [])
+            for controller, part in zip(controllers, orders, strict=True):
+                controller.last.update({order.client: order.round for order in part})
             return [
                 refusals
                 + [controller.trained(order, _own(one, order.client)) for order, one in zip(part, found, strict=True)]

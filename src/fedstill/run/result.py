@@ -37,6 +37,7 @@ class Run:
     after: dict[str, Any] = dataclasses.field(default_factory=dict)  # scores after the federation that were asked for
     _trainer: Trainer | None = None
     _samples: scores.Samples | None = None
+    _last: dict[int, int] = dataclasses.field(default_factory=dict)  # the round in which each client last trained
     _cost: list[accounting.Cost] = dataclasses.field(default_factory=list)  # once it was asked for
 
     @property
@@ -78,7 +79,8 @@ class Run:
         if "personal" not in self.method.scores:
             return self.method.generic(self._task, self._server)
         down = self.method.send(self._task, self._server, client)
-        task = self._task if self._trainer is None else self._trainer.bench.home(self._task.round, client)
+        last = self._last.get(client, 0)
+        task = self._task if self._trainer is None else self._trainer.bench.home(self._task.round, client, last)
         return self.method.personal(task, down, self._store.get(client))
 
     def personal(self, client: int) -> Params:

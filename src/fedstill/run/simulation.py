@@ -222,6 +222,7 @@ class Simulation:
             journal.rewind(0)
         controller = (scores.Watching if self.training.forgetting else Controller)(method, self.trainer, store)
         controller.go_on(begun)
+        controller.last.update({k: r["round"] for r in history for k in r["participants"] if str(k) not in begun})
         if schedule is not None:
             how = self.training
             policy = Policy(how.min_battery, how.max_load, how.min_memory)
@@ -348,7 +349,7 @@ class Course:
         end = dataclasses.replace(self.coordinator.task, round=self.coordinator.task.rounds)
         ended = Run(
             sim.method, sim.training, sim.trainer.name, self.history, seconds, end, self.server, self.store,
-            sim.newcomers, _trainer=sim.trainer, _samples=sim.samples,
+            sim.newcomers, _trainer=sim.trainer, _samples=sim.samples, _last=self.controller.last,
         )  # fmt: skip
         ended = dataclasses.replace(ended, after=scores.after(ended, sim.external))
         if self.journal is not None and ended.after:

@@ -54,10 +54,11 @@ class Watching(Controller):
         task = dataclasses.replace(self.trainer.bench.task, round=orders[0].round)
         downloaded = self.trainer.score("test", [(order.client, self._downloaded(task, order)) for order in orders])
         sizes = self.trainer.data.test.sizes
-        works = [Work(order.client, order.down) for order in orders]
+        works = [Work(order.client, order.down, last=self.last.get(order.client, 0)) for order in orders]
         trained = self.watched.train(orders[0].round, works, self.store)
         for order, before, done in zip(orders, downloaded, trained, strict=True):
             up = {name: part for name, part in done.up.items() if name != TRAINED}
+            self.last[order.client] = order.round
             (after,) = self.trainer.score("test", [(order.client, done.up[TRAINED])])
             report = {"loss": done.loss, "steps": float(done.steps), "samples": float(done.samples)}
             seen = {"downloaded": before, "trained": after, "tests": sizes[order.client]}
