@@ -42,7 +42,9 @@ class Aggregator:
         self.check(task, replies)
         if len(replies) < self.minimum:
             return server
-        uploads = [Upload(r.up, r.report["samples"], r.client) for r in replies]
+        uploads = [  # what a client was sent: right as long as replies are merged in their own round
+            Upload(r.up, r.report["samples"], r.client, method.send(task, server, r.client)) for r in replies
+        ]
         merged = method.merge(task, server, uploads)
         return merged if self.rule is None else self.rule.follow(server, merged)
 
