@@ -14,9 +14,10 @@ from . import methods as _methods
 from .core import terms, tree
 from .core.batch import Batch
 from .core.errors import InputError, TrainingError
-from .core.method import Method, Phase
+from .core.method import Method, Phase, Upload
 from .core.settings import setting
 from .core.task import Task
+from .core.tree import Params, Tree
 from .core.version import __version__
 from .data import Federation
 from .methods.apfl import APFL
@@ -86,6 +87,7 @@ __all__ = [
     "PFedKDWCL",
     "PFedMe",
     "PFedSD",
+    "Params",
     "PerFedAvg",
     "Phase",
     "Run",
@@ -93,6 +95,8 @@ __all__ = [
     "Task",
     "Training",
     "TrainingError",
+    "Tree",
+    "Upload",
     "resume",
     "run",
     "run_together",

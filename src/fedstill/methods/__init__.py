@@ -1,4 +1,4 @@
-"""The registry: every module of this folder is looked through for methods. Nothing else imports this folder."""
+"""The registry: collects the methods of every module of this folder, so that a new file is all a new method needs."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from ..core.method import Method
 
 
 def _collect() -> dict[str, type[Method]]:
-    found: dict[str, type[Method]] = {}
+    """Return every method by its id; a class whose id is "" is a base of methods and not one itself."""
+    methods: dict[str, type[Method]] = {}
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")
         for value in vars(module).values():
             if not (isinstance(value, type) and issubclass(value, Method) and value.__module__ == module.__name__):
                 continue
-            if "id" not in vars(value) or value.id in found:
+            if "id" not in vars(value) or value.id in methods:
                 raise TypeError(f"{value.__module__}.{value.__name__} needs an id of its own")
-            found[value.id] = value
-    return dict(sorted(found.items()))
+            if value.id:
+                methods[value.id] = value
+    return dict(sorted(methods.items()))
 
 
 METHODS: dict[str, type[Method]] = _collect()
 
 
 def get(name: str) -> type[Method]:
-    """The method with this id."""
+    """Return the method with this id."""
     if name not in METHODS:
         raise InputError("method", name, f"a method that is there: {nearest(name, METHODS)}")
     return METHODS[name]

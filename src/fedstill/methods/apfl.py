@@ -18,7 +18,7 @@ alone. (7) The server's mean is uniform, as in Algorithm 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from .fedavg import FedAvg
 
 
 @dataclass(frozen=True, kw_only=True)
-class APFL(FedAvg):
+class APFL(FedAvg, mean="uniform"):
     """A personal model mixed with the shared one, by a share that each client learns."""
 
     id: ClassVar[str] = "apfl"
@@ -42,37 +42,35 @@ class APFL(FedAvg):
 
     alpha: float = setting(0.5, "α, the personal model's share in the mixture, at first", least=0, most=1)
     adaptive: bool = setting(True, "let each client learn its α")
-    mean: Literal["weighted", "uniform"] = setting("uniform", "weigh clients by their samples, or all alike")
 
     def init_client(self, task: Task, params: Params) -> Tree:
-        """v_k = w⁰, α_k, and that no round has been seen yet."""
-        zero = tree.scalar_zero(params)
-        return {"v": params, "alpha": zero + self.alpha, "seen": zero}
+        """v_k = w⁰, and α_k."""
+        return {"v": params, "alpha": tree.scalar_zero(params) + self.alpha}
 
     def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
         """w_k ← w; v_k and α_k as they were."""
-        still = tree.zeros(task.trainable(down["params"])) if task.momentum else {}
+        at_rest = tree.zeros(task.trainable(down["params"])) if task.momentum else {}
         return {
             "params": down["params"],
             "v": memory["v"],
             "alpha": memory["alpha"],
             "first": torch.ones_like(memory["alpha"]),
-            "momentum": {"params": still, "v": still},
+            "momentum": {"params": at_rest, "v": at_rest},
         }
 
     def step(self, task: Task, local: Tree, batch: Batch) -> tuple[Tree, Tensor]:
-        """One step of w_k, v_k and, in the round's first, α_k."""
-        w, v, alpha, moving = local["params"], local["v"], local["alpha"], local["momentum"]
-        at_w, loss, seen_w = task.gradient(lambda p, b: self.fit(task, p, b), w, batch)
-        at_mixed, _, seen_v = task.gradient(lambda p, b: self.fit(task, p, b), self.mixed(task, alpha, v, w), batch)
-        new_w, moving_w = task.descend(task.trainable(w), at_w, moving["params"])
-        new_v, moving_v = task.descend(task.trainable(v), tree.map(lambda g: alpha * g, at_mixed), moving["v"])
+        """Make one step of w_k, v_k and, in the round's first, α_k."""
+        w, v, alpha, momentum = local["params"], local["v"], local["alpha"], local["momentum"]
+        at_w, loss, buffers_w = task.gradient(lambda p, b: self.fit(task, p, b), w, batch)
+        at_mixed, _, buffers_v = task.gradient(lambda p, b: self.fit(task, p, b), self.mixed(task, alpha, v, w), batch)
+        new_w, momentum_w = task.descend(task.trainable(w), at_w, momentum["params"])
+        new_v, momentum_v = task.descend(task.trainable(v), tree.map(lambda g: alpha * g, at_mixed), momentum["v"])
         return {
-            "params": {**w, **new_w, **seen_w},
-            "v": {**v, **new_v, **seen_v},
+            "params": {**w, **new_w, **buffers_w},
+            "v": {**v, **new_v, **buffers_v},
             "alpha": self.next_alpha(task, local, at_mixed),
             "first": torch.zeros_like(alpha),
-            "momentum": {"params": moving_w, "v": moving_v},
+            "momentum": {"params": momentum_w, "v": momentum_v},
         }, loss
 
     def next_alpha(self, task: Task, local: Tree, at_mixed: Params) -> Tensor:
@@ -80,21 +78,20 @@ class APFL(FedAvg):
         alpha: Tensor = local["alpha"]
         if not self.adaptive:
             return alpha
-        apart = tree.sub(task.trainable(local["v"]), task.trainable(local["params"]))
-        slope = tree.total(tree.map(torch.mul, apart, at_mixed))
+        difference = tree.sub(task.trainable(local["v"]), task.trainable(local["params"]))
+        slope = tree.total(tree.map(torch.mul, difference, at_mixed))
         return torch.where(local["first"] > 0, (alpha - task.lr * slope).clamp(0, 1), alpha)
 
     def mixed(self, task: Task, alpha: Tensor, v: Params, w: Params) -> Params:
         """v̄_k, with the statistics of v_k."""
-        both = tree.map(lambda a, b: alpha * a + (1 - alpha) * b, task.trainable(v), task.trainable(w))
-        return {**v, **both}
+        mixture = tree.map(lambda a, b: alpha * a + (1 - alpha) * b, task.trainable(v), task.trainable(w))
+        return {**v, **mixture}
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
         """w_k goes up; v_k and α_k stay."""
-        kept = {"v": local["v"], "alpha": local["alpha"], "seen": torch.ones_like(memory["seen"])}
-        return {"params": local["params"]}, kept
+        return {"params": local["params"]}, {"v": local["v"], "alpha": local["alpha"]}
 
     def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
         """v̄_k with the current global model, or that alone for a client that never took part."""
         mixed = self.mixed(task, memory["alpha"], memory["v"], down["params"])
-        return tree.where(memory["seen"] > 0, mixed, down["params"])
+        return tree.where(task.seen, mixed, down["params"])

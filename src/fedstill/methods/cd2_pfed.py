@@ -53,7 +53,7 @@ class CD2PFed(FedAvg):
     distill: bool = setting(True, "CD: the sub-networks teach each other")
 
     def check(self, task: Task) -> None:
-        """The model's graph must be one that can be followed."""
+        """Refuse a model whose graph cannot be followed."""
         _ = task.channels
 
     def share(self, task: Task) -> float:
@@ -61,8 +61,8 @@ class CD2PFed(FedAvg):
         return self.p * task.round / task.rounds if self.progressive else self.p
 
     def init_client(self, task: Task, params: Params) -> Tree:
-        """The client's own model, and the round in which it last took part (0: never)."""
-        return {"own": params, "last": torch.zeros_like(next(iter(params.values())).sum(), dtype=torch.float64)}
+        """The client's own model."""
+        return {"own": params}
 
     def private(self, task: Task) -> frozenset[str]:
         """What is private as a whole; the laws of this method check the channels."""
@@ -70,21 +70,20 @@ class CD2PFed(FedAvg):
 
     def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
         """Shared channels from the download, private ones from the client's own model; and p_t, by which the loss divides."""
-        return {"params": self.joined(task, down["params"], memory), "share": self.now(task, memory)}
+        return {"params": self.joined(task, down["params"], memory), "share": self.now(task)}
 
-    def now(self, task: Task, memory: Tree) -> Tensor:
-        """p_t as a tensor, so that a loss that divides by it is the same function in every round."""
-        last: Tensor = memory["last"]
-        return torch.full_like(last, self.share(task))
+    def now(self, task: Task) -> Tensor:
+        """Return p_t as a tensor, so that a loss that divides by it is the same function in every round."""
+        return torch.full_like(task.here().last, self.share(task))
 
     def joined(self, task: Task, received: Params, memory: Tree) -> Params:
-        """The received model with those channels of the client's own that are private now and were when it last trained."""
-        last: Tensor = memory["last"]
-        ratio = last / task.rounds if self.progressive else (last > 0).to(last.dtype)
-        before, now = self.p * ratio, self.now(task, memory)
-        part = task.channels.is_private
-        mine = {n: part(n, v, now) & part(n, v, before) for n, v in received.items()}
-        return {n: torch.where(mine[n], memory["own"][n], v) for n, v in received.items()}
+        """Return the received model with the client's channels that are private now and were when it last trained."""
+        last = task.here().last
+        ratio = last / task.rounds if self.progressive else task.seen.to(last.dtype)
+        before, now = self.p * ratio, self.now(task)
+        private = task.channels.is_private
+        own = {n: private(n, v, now) & private(n, v, before) for n, v in received.items()}
+        return {n: torch.where(own[n], memory["own"][n], v) for n, v in received.items()}
 
     def phases(self, task: Task) -> tuple[Phase, ...]:
         """The experiment's epochs, without a teacher until every layer has both kinds of channel; smoothing after each."""
@@ -116,15 +115,16 @@ class CD2PFed(FedAvg):
         """Shared channels go up; the client keeps its own model."""
         own, p = local["params"], self.share(task)
         shared = {name: task.channels.shared(name, value, p) for name, value in own.items()}
-        last = torch.full_like(memory["last"], float(task.round))
-        return {"params": {n: v for n, v in shared.items() if v.numel()}}, {"own": own, "last": last}
+        return {"params": {n: v for n, v in shared.items() if v.numel()}}, {"own": own}
 
     def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
-        """Shared channels ← their mean; the others keep the values that were last shared."""
-        mean, p = task.average([u.params for u in uploads], self.shares(uploads)), self.share(task)
-        params = tree.clone(server["params"])
-        for name, value in mean.items():
-            task.channels.shared(name, params[name], p).copy_(value)
+        """Shared channels ← their mean; the others keep the values that were last shared. A late upload has more channels."""
+        params, p = tree.clone(server["params"]), self.share(task)
+        shared = {name: task.channels.shared(name, value, p) for name, value in params.items()}
+        places = {name: tuple(map(slice, value.shape)) for name, value in shared.items() if value.numel()}
+        narrowed = [{name: u.params[name][place] for name, place in places.items()} for u in uploads]
+        for name, value in task.average(narrowed, self.shares(uploads)).items():
+            shared[name].copy_(value)
         return {"params": params}
 
     def personal(self, task: Task, down: Tree, memory: Tree) -> Params:

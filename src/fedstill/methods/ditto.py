@@ -17,7 +17,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from ..core import terms, tree
@@ -42,8 +41,8 @@ class Ditto(FedAvg):
     personal_epochs: int = setting(0, "epochs of the personal model; 0: as the experiment's", least=0)
 
     def init_client(self, task: Task, params: Params) -> Tree:
-        """v_k = w⁰, and that no round has been seen yet."""
-        return {"v": params, "seen": tree.scalar_zero(params)}
+        """v_k = w⁰."""
+        return {"v": params}
 
     def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
         """w_k ← w_t, which is also the anchor; v_k as it was."""
@@ -59,8 +58,8 @@ class Ditto(FedAvg):
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
         """w_k goes up, v_k stays."""
-        return {"params": local["params"]}, {"v": local["v"], "seen": torch.ones_like(memory["seen"])}
+        return {"params": local["params"]}, {"v": local["v"]}
 
     def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
         """v_k, or the generic model for a client that never took part."""
-        return tree.where(memory["seen"] > 0, memory["v"], down["params"])
+        return tree.where(task.seen, memory["v"], down["params"])

@@ -5,8 +5,8 @@
 Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification", 2019.
 
 Choices: (1) β = 0.9; the paper tries {0, 0.7, 0.9, 0.97, 0.99, 0.997}. (2) As in the paper, the server has no learning rate. (3)
-Momentum covers trainable parameters; BatchNorm's buffers take the plain mean. (4) The rule is that of the setting
-server="momentum", which gives other methods the same server; this one takes none besides its own.
+Momentum covers trainable parameters; BatchNorm's buffers take the plain mean. (4) The setting server="momentum" gives other
+methods the same server; this one takes no rule besides its own.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..core import tree
 from ..core.method import Upload
 from ..core.settings import setting
 from ..core.task import Task
 from ..core.tree import Params, Tree
-from ..server.optimizer import Rule
 from .fedavg import FedAvg
 
 
@@ -32,14 +32,15 @@ class FedAvgM(FedAvg):
 
     beta: float = setting(0.9, "β, the server's momentum", least=0, most=1)
 
-    def rule(self) -> Rule:
-        """The server's rule."""
-        return Rule("momentum", 1.0, self.beta)
-
     def init_server(self, task: Task, params: Params) -> Tree:
         """w, and v = 0."""
-        return self.rule().begin({"params": params}, task.net.parameters)
+        return {"params": params, "v": tree.zeros(task.trainable(params))}
 
     def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
         """v ← β·v + Δ, w ← w − v."""
-        return self.rule().follow(server, super().merge(task, server, uploads))
+        merged, v = super().merge(task, server, uploads), server["v"]
+        w, mean = (task.trainable(state["params"]) for state in (server, merged))
+        moved = tree.add(
+            mean, v, -self.beta
+        )  # mean − β·v is w − (β·v + Δ); so written, β = 0 gives the mean to the bit
+        return {"params": {**merged["params"], **moved}, "v": tree.add(tree.sub(w, mean), v, self.beta)}

@@ -20,8 +20,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
-
 from ..core import tree
 from ..core.method import Phase
 from ..core.settings import setting
@@ -44,28 +42,29 @@ class FedBABU(FedAvg):
     train_head: bool = setting(False, "train and share the head too, as FedAvg does")
 
     def init_client(self, task: Task, params: Params) -> Tree:
-        """h⁰; the client's own part, and that it has not been fine-tuned yet."""
-        return {"head": task.head(params), "own": self._part(task, params), "seen": tree.scalar_zero(params)}
+        """h⁰, and the entries that are fine-tuned."""
+        return {"head": task.head(params), "own": self._tuned(task, params)}
 
     def private(self, task: Task) -> frozenset[str]:
         """The head."""
         return frozenset() if self.train_head else task.need_split().head
 
-    def _moves(self, task: Task) -> frozenset[str]:
+    def _shared(self, task: Task) -> frozenset[str]:
+        """Return the names that travel."""
         return frozenset(task.net.names) - self.private(task)
 
-    def _part(self, task: Task, params: Params) -> Params:
-        """What a client keeps of its own model."""
+    def _tuned(self, task: Task, params: Params) -> Params:
+        """Return the entries of its own model that a client keeps."""
         return task.head(params) if self.personal_part == "head" else params
 
     def _received(self, task: Task, down: Tree, memory: Tree) -> Params:
-        """The received body under the received head, or under h⁰."""
+        """Return the received body under the received head, or under h⁰."""
         both = {**memory["head"], **down["params"]}
         return {name: both[name] for name in task.net.names}
 
     def send(self, task: Task, server: Tree, client: int) -> Tree:
         """φ."""
-        return {"params": pick(server["params"], self._moves(task))}
+        return {"params": pick(server["params"], self._shared(task))}
 
     def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
         """(φ, h⁰), twice: for the federation, and to be fine-tuned."""
@@ -74,21 +73,20 @@ class FedBABU(FedAvg):
 
     def phases(self, task: Task) -> tuple[Phase, ...]:
         """The body; then the client's own model."""
-        part = task.need_split().head if self.personal_part == "head" else None
+        tuned = task.need_split().head if self.personal_part == "head" else None
         return (
-            Phase(moves=self._moves(task)),
-            Phase(epochs=self.personal_epochs, model="personal", moves=part),
+            Phase(moves=self._shared(task)),
+            Phase(epochs=self.personal_epochs, model="personal", moves=tuned),
         )
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
         """φ_k goes up; the client keeps what was fine-tuned."""
-        up = {"params": pick(local["params"], self._moves(task))}
-        own = self._part(task, local["personal"])
-        return up, {"head": memory["head"], "own": own, "seen": torch.ones_like(memory["seen"])}
+        up = {"params": pick(local["params"], self._shared(task))}
+        return up, {"head": memory["head"], "own": self._tuned(task, local["personal"])}
 
     def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
         """The current body under the client's head, or all of its own; without fine-tuning the generic model."""
         received = self._received(task, down, memory)
         if self.personal_epochs == 0:
             return received
-        return tree.where(memory["seen"] > 0, {**received, **memory["own"]}, received)
+        return tree.where(task.seen, {**received, **memory["own"]}, received)

@@ -14,51 +14,22 @@ uniform, as in Algorithm 1. (5) A model without BatchNorm is trained as FedAvg t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from torch import nn
 
-from ..core.settings import setting
-from ..core.task import Task, pick
-from ..core.tree import Params, Tree
+from ..core.task import Task
 from ..nn.split import by_type
-from .fedavg import FedAvg
+from .partial import PartialFedAvg
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedBN(FedAvg):
+class FedBN(PartialFedAvg, mean="uniform"):
     """All but BatchNorm is shared; BatchNorm, with its statistics, is each client's own."""
 
     id: ClassVar[str] = "fedbn"
     paper: ClassVar[str] = "Li et al., ICLR 2021"
-    scores: ClassVar[tuple[str, ...]] = ("personal",)
-
-    mean: Literal["weighted", "uniform"] = setting("uniform", "weigh clients by their samples, or all alike")
-
-    def init_client(self, task: Task, params: Params) -> Tree:
-        """n_k."""
-        return pick(params, self.private(task))
 
     def private(self, task: Task) -> frozenset[str]:
-        """BatchNorm."""
+        """BatchNorm, with its statistics."""
         return by_type(task.net.module, (nn.modules.batchnorm._BatchNorm,))
-
-    def shared(self, task: Task, params: Params) -> Params:
-        """φ."""
-        return pick(params, frozenset(params) - self.private(task))
-
-    def send(self, task: Task, server: Tree, client: int) -> Tree:
-        """φ."""
-        return {"params": self.shared(task, server["params"])}
-
-    def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
-        """φ with the client's BatchNorm."""
-        return {"params": {**down["params"], **memory}}
-
-    def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
-        """φ_k goes up, n_k stays."""
-        return {"params": self.shared(task, local["params"])}, pick(local["params"], self.private(task))
-
-    def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
-        """The current φ with the client's BatchNorm."""
-        return {**down["params"], **memory}

@@ -20,7 +20,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
 
 from ..core import terms, tree
@@ -34,7 +33,7 @@ from .fedavg import FedAvg
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedBSD(FedAvg):
+class FedBSD(FedAvg, mean="uniform"):
     """The global backbone's features teach the local backbone; head and BatchNorm stay private."""
 
     id: ClassVar[str] = "fedbsd"
@@ -47,18 +46,17 @@ class FedBSD(FedAvg):
     head_epochs: int = setting(10, "E_h, epochs of the head phase", least=0)
     backbone_epochs: int = setting(1, "E_b, epochs of the backbone phase", least=0)
     start: Literal["global", "local"] = setting("global", "where the student's backbone starts: received, or its own")
-    mean: Literal["weighted", "uniform"] = setting("uniform", "weigh clients by their samples, or all alike")
 
     def init_client(self, task: Task, params: Params) -> Tree:
-        """The client's own model, and that it has not been trained yet."""
-        return {"own": params, "seen": tree.scalar_zero(params)}
+        """The client's own model."""
+        return {"own": params}
 
     def private(self, task: Task) -> frozenset[str]:
         """The head, and BatchNorm."""
         return task.need_split().head | by_type(task.net.module, (nn.modules.batchnorm._BatchNorm,))
 
     def shared(self, task: Task, params: Params) -> Params:
-        """The backbone without BatchNorm: all that travels."""
+        """Return the backbone without BatchNorm: all that travels."""
         return pick(params, frozenset(params) - self.private(task))
 
     def send(self, task: Task, server: Tree, client: int) -> Tree:
@@ -68,7 +66,7 @@ class FedBSD(FedAvg):
     def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
         """The received backbone under the client's head; its features on all local data; where the student starts."""
         received = {**memory["own"], **down["params"]}
-        own = received if self.start == "global" else tree.where(memory["seen"] > 0, memory["own"], received)
+        own = received if self.start == "global" else tree.where(task.seen, memory["own"], received)
         return {"params": received, "teacher": task.local_features(received), "student": task.body(own)}
 
     def phases(self, task: Task) -> tuple[Phase, ...]:
@@ -82,19 +80,19 @@ class FedBSD(FedAvg):
     def distil(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
         """CE + λ·KL(softmax(f_g/τ) ‖ softmax(f_b/τ))."""
         logits, features = task.features(params, batch)
-        held = terms.kl(local["teacher"][batch.index], features, self.tau, batch)
-        return terms.cross_entropy(logits, batch) + self.lam * held
+        penalty = terms.kl(local["teacher"][batch.index], features, self.tau, batch)
+        return terms.cross_entropy(logits, batch) + self.lam * penalty
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
         """The backbone goes up; the client keeps all of its own."""
         own = local["params"]
-        return {"params": self.shared(task, own)}, {"own": own, "seen": torch.ones_like(memory["seen"])}
+        return {"params": self.shared(task, own)}, {"own": own}
 
     def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
         """The client's own model; for one that never took part the current backbone under its initial head."""
-        return tree.where(memory["seen"] > 0, memory["own"], {**memory["own"], **down["params"]})
+        return tree.where(task.seen, memory["own"], {**memory["own"], **down["params"]})
 
 
 def _student(task: Task, local: Tree) -> Tree:
-    """The student: its own backbone under the head that was just trained."""
+    """Return the student's model: its own backbone under the head that was just trained."""
     return {**local, "params": {**local["params"], **local["student"]}}

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -34,14 +34,14 @@ from .fedavg import FedAvg
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedDyn(FedAvg):
+class FedDyn(FedAvg, mean="uniform"):
     """A dynamic regulariser makes the clients' optima agree with the optimum of their sum."""
 
     id: ClassVar[str] = "feddyn"
     paper: ClassVar[str] = "Acar et al., ICLR 2021"
+    coupled: ClassVar[frozenset[str]] = frozenset({"g"})  # h is the mean of all g_k
 
     alpha: float = setting(0.01, "α, weight of the regulariser", above=0)
-    mean: Literal["weighted", "uniform"] = setting("uniform", "weigh clients by their samples, or all alike")
 
     def init_server(self, task: Task, params: Params) -> Tree:
         """θ, and h = 0."""
@@ -58,8 +58,8 @@ class FedDyn(FedAvg):
     def loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
         """CE(θ) − ⟨g_k, θ⟩ + α/2·‖θ − θ_t‖²."""
         theta = task.trainable(params)
-        bend = tree.total({name: local["g"][name] * value for name, value in theta.items()})
-        return self.fit(task, params, batch) - bend + self.alpha * terms.proximal(theta, local["anchor"])
+        linear = tree.total({name: local["g"][name] * value for name, value in theta.items()})
+        return self.fit(task, params, batch) - linear + self.alpha * terms.proximal(theta, local["anchor"])
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
         """θ_k goes up; g_k ← g_k − α·(θ_k − θ_t)."""
@@ -67,9 +67,9 @@ class FedDyn(FedAvg):
         return {"params": local["params"]}, {"g": tree.add(memory["g"], moved, -self.alpha)}
 
     def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
-        """h ← h − α·|P|/m·mean(θ_k − θ_t), θ ← mean − h/α."""
-        params = task.average([u.params for u in uploads], self.shares(uploads))
-        mean = task.trainable(params)
-        moved = tree.sub(mean, task.trainable(server["params"]))
-        h = tree.add(server["h"], moved, -self.alpha * len(uploads) / task.clients)
-        return {"params": {**params, **tree.add(mean, h, -1 / self.alpha)}, "h": h}
+        """h ← h − α·|P|/m·mean(θ_k − θ_t), θ ← mean − h/α. For a late upload θ_t is the model that its client began with."""
+        shares = self.shares(uploads)
+        params = task.average([u.params for u in uploads], shares)
+        moved = [tree.sub(task.trainable(u.tree["params"]), task.trainable(u.down["params"])) for u in uploads]
+        h = tree.add(server["h"], task.average(moved, shares), -self.alpha * len(uploads) / task.clients)
+        return {"params": {**params, **tree.add(task.trainable(params), h, -1 / self.alpha)}, "h": h}

@@ -41,7 +41,7 @@ SAME = 16  # times the rounding of its norm: no further than that, a model is th
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedFomo(FedAvg):
+class FedFomo(FedAvg, mean="uniform"):
     """Each client weighs other clients' models by how much they would help it."""
 
     id: ClassVar[str] = "fedfomo"
@@ -53,60 +53,60 @@ class FedFomo(FedAvg):
     decay: float = setting(0.05, "by how much ε falls every round", least=0)
     val: float = setting(0.2, "share of a client's training samples that only measure; 0: all do", least=0, most=0.5)
     weights: Literal["first-order", "equal"] = setting("first-order", "how a client weighs the models")
-    mean: Literal["weighted", "uniform"] = setting("uniform", "weigh clients by their samples, or all alike")
 
     def init_server(self, task: Task, params: Params) -> Tree:
-        """The clients' models and their affinities; `params` is the participants' mean."""
+        """Return the clients' models and their affinities; `params` is the participants' mean."""
         return {"params": params, "models": {}, "affinity": {}}
 
     def init_client(self, task: Task, params: Params) -> Tree:
-        """The model before and after the last training, and that there was none yet."""
-        return {"before": params, "own": params, "seen": tree.scalar_zero(params)}
+        """The model before and after the last training."""
+        return {"before": params, "own": params}
 
     def chosen(self, task: Task, server: Tree, client: int) -> list[int]:
-        """Whose models the client is sent: by affinity, or with probability ε any."""
+        """Choose whose models the client is sent: by affinity, or with probability ε any."""
         others = sorted(int(k) for k in server["models"] if int(k) != client)
         if not 0 < self.m < len(others):
             return others
         row: Tensor | None = server["affinity"].get(str(client))
         liked = {k: float(row[k]) if row is not None and k < len(row) else 0.0 for k in others}
         shuffled, ties = ([others[i] for i in task.permutation(len(others), why, client)] for why in (ANY, TIES))
-        best, found = sorted(ties, key=lambda k: -liked[k]), list[int]()
+        best, who = sorted(ties, key=lambda k: -liked[k]), list[int]()
         for slot in range(self.m):
             explores = task.uniform(EXPLORE, client, slot) < self.epsilon - self.decay * (task.round - 1)
-            found.append(next(k for k in (shuffled if explores else best) if k not in found))
-        return found
+            who.append(next(k for k in (shuffled if explores else best) if k not in who))
+        return who
 
     def send(self, task: Task, server: Tree, client: int) -> Tree:
-        """M models, and which of the places are taken."""
-        who, most = self.chosen(task, server, client), max(0, task.clients - 1)
+        """M models, and whose they are: −1 for a place that is empty."""
+        most = max(0, task.clients - 1)
         places = min(self.m or most, most)
-        there = torch.arange(places, device=task.net.device) < len(who)
-        sent = [*(server["models"][str(k)] for k in who), *[server["params"]] * places][:places]
-        return {"models": {str(i): model for i, model in enumerate(sent)}, "there": there.to(task.net.dtype)}
+        who = self.chosen(task, server, client)[:places]
+        empty = places - len(who)
+        models = [*(server["models"][str(k)] for k in who), *[server["params"]] * empty]
+        ids = torch.tensor([*who, *[-1] * empty], dtype=torch.int64, device=task.net.device)
+        return {"models": {str(i): model for i, model in enumerate(models)}, "who": ids}
 
     def weigh(self, task: Task, down: Tree, memory: Tree) -> Tensor:
         """w_m, for the client's own trained model first."""
-        there = torch.cat([memory["seen"].reshape(1), down["there"]])
-        worth = there
+        worth = real = torch.cat([task.seen.reshape(1), down["who"] >= 0]).to(task.net.dtype)
         if self.weights == "first-order":
             theta, others = memory["before"], [memory["own"], *down["models"].values()]
             gain = self.measured(task, theta) - torch.stack([self.measured(task, m) for m in others])
-            apart = [tree.square_norm(tree.sub(task.trainable(m), task.trainable(theta))) for m in others]
-            far, size = torch.stack(apart).sqrt(), tree.square_norm(task.trainable(theta)).sqrt()
-            other = far > SAME * torch.finfo(far.dtype).eps * size
-            worth = there * torch.where(other, gain / torch.where(other, far, 1), 0).clamp(min=0)
+            squares = [tree.square_norm(tree.sub(task.trainable(m), task.trainable(theta))) for m in others]
+            distance, size = torch.stack(squares).sqrt(), tree.square_norm(task.trainable(theta)).sqrt()
+            differs = distance > SAME * torch.finfo(distance.dtype).eps * size
+            worth = real * torch.where(differs, gain / torch.where(differs, distance, 1), 0).clamp(min=0)
         total = worth.sum()
         return torch.where(total > 0, worth / torch.where(total > 0, total, 1), 0)
 
     def combined(self, down: Tree, memory: Tree, weights: Tensor) -> Params:
         """θ_k + Σ_m w_m·(θ_m − θ_k)."""
 
-        def moved(theta: Tensor, *others: Tensor) -> Tensor:
+        def combine(theta: Tensor, *others: Tensor) -> Tensor:
             new = theta + sum(weights[i] * (other - theta) for i, other in enumerate(others))
             return new if theta.is_floating_point() else new.round().to(theta.dtype)
 
-        return tree.map(moved, memory["before"], memory["own"], *down["models"].values())
+        return tree.map(combine, memory["before"], memory["own"], *down["models"].values())
 
     def measured(self, task: Task, params: Params) -> Tensor:
         """L_k."""
@@ -127,24 +127,24 @@ class FedFomo(FedAvg):
         if not self.val:
             return self.fit(task, params, batch)
         real = torch.ones_like(batch.index, dtype=task.net.dtype) if batch.mask is None else batch.mask
-        left = real * (batch.index % round(1 / self.val) != 0)
-        return self.fit(task, params, dataclasses.replace(batch, mask=torch.where(left.sum() > 0, left, real)))
+        trained = real * (batch.index % round(1 / self.val) != 0)
+        return self.fit(task, params, dataclasses.replace(batch, mask=torch.where(trained.sum() > 0, trained, real)))
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
         """The trained model and the weights of the others' go up."""
         own = local["params"]
-        kept = {"before": local["start"], "own": own, "seen": torch.ones_like(memory["seen"])}
-        return {"params": own, "weights": local["weights"][1:]}, kept
+        return {"params": own, "weights": local["weights"][1:]}, {"before": local["start"], "own": own}
 
     def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
-        """Every participant's model, and its affinities."""
+        """Keep every participant's model, and P_km ← P_km + w_m for the models that it was sent, be it rounds ago."""
         models, affinity = dict(server["models"]), dict(server["affinity"])
-        for client, up in ((u.client, u.tree) for u in uploads):
-            models[str(client)], who = tree.clone(up["params"]), self.chosen(task, server, client)
-            row = affinity.get(str(client), up["weights"].new_zeros(0))
-            row = F.pad(row, (0, max([0, *(k + 1 - len(row) for k in who)])))
-            at = torch.tensor(who).to(row.device, torch.int64)
-            affinity[str(client)] = row.index_add(0, at, up["weights"][: len(who)])
+        for upload in uploads:
+            client, weights, who = str(upload.client), upload.tree["weights"], upload.down["who"]
+            who, weights = who[who >= 0], weights[who >= 0]
+            row = affinity.get(client, weights.new_zeros(0))
+            row = F.pad(row, (0, max([0, *(k + 1 - len(row) for k in who.tolist())])))
+            affinity[client] = row.index_add(0, who, weights)
+            models[client] = tree.clone(upload.tree["params"])
         return {**super().merge(task, server, uploads), "models": models, "affinity": affinity}
 
     def personal(self, task: Task, down: Tree, memory: Tree) -> Params:

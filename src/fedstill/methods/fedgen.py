@@ -59,7 +59,7 @@ class FedGen(FedAvg):
     generator_noise: int = setting(32, "numbers of noise that the generator takes", least=1)
 
     def check(self, task: Task) -> None:
-        """The head must run on features alone; how is found out here, before any step is traced."""
+        """Refuse a head that does not run on features alone; this also finds out how it does, before any step is traced."""
         super().check(task)
         task.head_logits(
             task.net.initial(), torch.zeros(1, task.feature_size(), dtype=task.net.dtype, device=task.net.device)
@@ -75,8 +75,8 @@ class FedGen(FedAvg):
         }
         shapes |= {"w2": (size, self.generator_hidden), "b2": (size,)}
         reach = {"1": 1 / math.sqrt(self.generator_noise + classes), "2": 1 / math.sqrt(self.generator_hidden)}
-        made = {n: reach[n[1]] * (2 * task.uniforms(key, i, shapes[n]) - 1) for n, i in WEIGHTS.items()}
-        return {"params": params, "generator": made, "labels": tree.scalar_zero(params).new_zeros(classes)}
+        generator = {n: reach[n[1]] * (2 * task.uniforms(key, i, shapes[n]) - 1) for n, i in WEIGHTS.items()}
+        return {"params": params, "generator": generator, "labels": tree.scalar_zero(params).new_zeros(classes)}
 
     def send(self, task: Task, server: Tree, client: int) -> Tree:
         """w, G and p̂."""
@@ -95,8 +95,8 @@ class FedGen(FedAvg):
         copies = {name: value.clone() for name, value in params.items() if name in task.net.buffers}
         drawn = dataclasses.replace(batch, y=y)
         taught = terms.cross_entropy(task.head_logits(task.head({**params, **copies}), features, drawn), drawn)
-        ready: Tensor = local["labels"].sum() > 0
-        return loss + self.alpha * ready * taught
+        known: Tensor = local["labels"].sum() > 0
+        return loss + self.alpha * known * taught
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
         """The model and the label counts go up."""
@@ -105,7 +105,7 @@ class FedGen(FedAvg):
     def generate(
         self, task: Task, generator: Params, labels: Tensor, key: Tensor, rows: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """G(ε, y) with y ~ p̂ and ε ~ N(0, 1) from a key: features, y and ε."""
+        """Return G(ε, y) with y ~ p̂ and ε ~ N(0, 1) from a key: features, y and ε."""
         u = task.uniforms(key, LABELS, (rows, 1))
         y = (u >= labels.cumsum(0)).sum(1).clamp(max=len(labels) - 1)
         radius, angle = (task.uniforms(key, draw, (rows, self.generator_noise)) for draw in (RADIUS, ANGLE))
@@ -115,15 +115,15 @@ class FedGen(FedAvg):
         return F.linear(hidden, generator["w2"], generator["b2"]), y, epsilon
 
     def generator_loss(self, task: Task, generator: Params, heads: Tree, counts: Tensor, key: Tensor) -> Tensor:
-        """The heads' losses on generated features, by label counts, and η·D; `heads` and `counts` have a row a client."""
+        """Return the heads' losses on generated features, by label counts, plus η·D; `heads`, `counts` have a row a client."""
         total = counts.sum(0)
         features, y, epsilon = self.generate(task, generator, total / total.sum(), key, self.generator_batch)
         logits = vmap(lambda head: task.head_logits(head, features))(heads)
         losses = F.cross_entropy(logits.transpose(1, 2), y.expand(len(counts), -1), reduction="none")
         taught = ((counts / total.clamp(min=1))[:, y] * losses).sum(0).mean()
-        apart = (epsilon.unsqueeze(0) - epsilon.unsqueeze(1)).square().mean(-1)
-        spread = (features.unsqueeze(0) - features.unsqueeze(1)).abs().mean(-1)
-        return taught + self.eta * (-(apart * spread).mean()).exp()
+        by_noise = (epsilon.unsqueeze(0) - epsilon.unsqueeze(1)).square().mean(-1)
+        by_features = (features.unsqueeze(0) - features.unsqueeze(1)).abs().mean(-1)
+        return taught + self.eta * (-(by_noise * by_features).mean()).exp()
 
     def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
         """The mean model, p̂, and G after some steps of Adam."""

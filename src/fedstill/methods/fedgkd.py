@@ -63,13 +63,13 @@ class FedGKD(FedAvg):
         if "teacher" not in local:
             return self.fit(task, params, batch)
         logits = task.logits(params, batch)
-        held = terms.kl(local["teacher"][batch.index], logits, 1.0, batch)
-        return terms.cross_entropy(logits, batch) + self.gamma / 2 * held
+        penalty = terms.kl(local["teacher"][batch.index], logits, 1.0, batch)
+        return terms.cross_entropy(logits, batch) + self.gamma / 2 * penalty
 
     def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
         """The mean of the w_k; the model that they started from is now a past one."""
         past = dict(server["past"])
         if task.round > 1:
             past[str(task.round - 1)] = server["params"]
-        kept = list(past)[len(past) - min(len(past), self.m - 1) :]
-        return {**super().merge(task, server, uploads), "past": {name: past[name] for name in kept}}
+        newest = list(past)[len(past) - min(len(past), self.m - 1) :]
+        return {**super().merge(task, server, uploads), "past": {name: past[name] for name in newest}}

@@ -93,8 +93,8 @@ class FedPAC(FedAvg):
         if not self.lam:
             return self.fit(task, params, batch)
         logits, features = task.features(params, batch)
-        apart = (features - local["centroids"][batch.y]).square().mean(-1) * local["known"][batch.y]
-        return terms.cross_entropy(logits, batch) + self.lam * terms.mean(apart, batch)
+        distance = (features - local["centroids"][batch.y]).square().mean(-1) * local["known"][batch.y]
+        return terms.cross_entropy(logits, batch) + self.lam * terms.mean(distance, batch)
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
         """Up go the body and class statistics of the features, and the head where heads are combined."""
@@ -122,16 +122,17 @@ class FedPAC(FedAvg):
             server["known"] = torch.where(total > 0, 1.0, server["known"])
         if not self.combine:
             return server
-        mu = torch.stack([up["mu"].double().flatten().cpu() for up in (u.tree for u in uploads)])
+        heads = [u.tree["head"] for u in uploads]
+        mu = torch.stack([u.tree["mu"].double().flatten().cpu() for u in uploads])
         v = torch.stack([u.tree["v"].double().cpu() for u in uploads]).clamp(min=0)
         combined = {}
-        for k, mine in zip((u.client for u in uploads), mu, strict=True):
-            apart = mine - mu
-            alpha = simplex_minimum(torch.diag(v) + apart @ apart.T).tolist()
-            combined[str(k)] = tree.mean([u.tree["head"] for u in uploads], alpha)
+        for upload, mu_k in zip(uploads, mu, strict=True):
+            gap = mu_k - mu
+            alpha = simplex_minimum(torch.diag(v) + gap @ gap.T).tolist()
+            combined[str(upload.client)] = task.average(heads, alpha)
         return {**server, "heads": {**server["heads"], **combined}}
 
 
 def _means(of: Tensor, features: Tensor) -> Tensor:
-    """The mean features of each class; zeros for a class without samples."""
+    """Return the mean features of each class; zeros for a class without samples."""
     return of.T @ features / of.sum(0).clamp(min=1).unsqueeze(1)

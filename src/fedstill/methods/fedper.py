@@ -17,39 +17,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..core.task import Task
-from ..core.tree import Params, Tree
-from .fedavg import FedAvg
+from .partial import PartialFedAvg
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedPer(FedAvg):
+class FedPer(PartialFedAvg):
     """A shared body and a private head, trained together."""
 
     id: ClassVar[str] = "fedper"
     paper: ClassVar[str] = "Arivazhagan et al., 2019"
-    scores: ClassVar[tuple[str, ...]] = ("personal",)
     needs_head: ClassVar[bool] = True
-
-    def init_client(self, task: Task, params: Params) -> Tree:
-        """h_k."""
-        return {"head": task.head(params)}
 
     def private(self, task: Task) -> frozenset[str]:
         """The head."""
         return task.need_split().head
-
-    def send(self, task: Task, server: Tree, client: int) -> Tree:
-        """φ."""
-        return {"params": task.body(server["params"])}
-
-    def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
-        """The received body under the client's head."""
-        return {"params": {**down["params"], **memory["head"]}}
-
-    def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
-        """φ_k goes up, h_k stays."""
-        return {"params": task.body(local["params"])}, {"head": task.head(local["params"])}
-
-    def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
-        """The current body under the client's head."""
-        return {**down["params"], **memory["head"]}

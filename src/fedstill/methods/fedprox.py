@@ -33,7 +33,7 @@ class FedProx(FedAvg):
     mu: float = setting(0.01, "weight of the proximal term", least=0)
 
     def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
-        """w ← w_t, with w_t kept as the anchor."""
+        """w ← w_t, with w_t as the anchor."""
         return {"params": down["params"], "anchor": task.trainable(down["params"])}
 
     def loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:

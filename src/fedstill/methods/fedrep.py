@@ -19,47 +19,25 @@ from typing import ClassVar
 from ..core.method import Phase
 from ..core.settings import setting
 from ..core.task import Task
-from ..core.tree import Params, Tree
-from .fedavg import FedAvg
+from .partial import PartialFedAvg
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedRep(FedAvg):
+class FedRep(PartialFedAvg):
     """A shared body and a private head, trained in turn."""
 
     id: ClassVar[str] = "fedrep"
     paper: ClassVar[str] = "Collins et al., ICML 2021"
-    scores: ClassVar[tuple[str, ...]] = ("personal",)
     needs_head: ClassVar[bool] = True
 
     head_epochs: int = setting(10, "E_h, epochs of the head phase", least=0)
     body_epochs: int = setting(1, "E_b, epochs of the body phase", least=0)
 
-    def init_client(self, task: Task, params: Params) -> Tree:
-        """The client's head."""
-        return {"head": task.head(params)}
-
     def private(self, task: Task) -> frozenset[str]:
         """The head."""
         return task.need_split().head
-
-    def send(self, task: Task, server: Tree, client: int) -> Tree:
-        """φ."""
-        return {"params": task.body(server["params"])}
-
-    def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
-        """The received body under the client's head."""
-        return {"params": {**down["params"], **memory["head"]}}
 
     def phases(self, task: Task) -> tuple[Phase, ...]:
         """The head, then the body."""
         split = task.need_split()
         return Phase(epochs=self.head_epochs, moves=split.head), Phase(epochs=self.body_epochs, moves=split.body)
-
-    def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
-        """The body goes up, the head stays."""
-        return {"params": task.body(local["params"])}, {"head": task.head(local["params"])}
-
-    def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
-        """The current body under the client's head."""
-        return {**down["params"], **memory["head"]}

@@ -48,16 +48,16 @@ class FedRoD(FedAvg):
     personal_epochs: int = setting(0, "epochs of the personal head; 0: as the experiment's", least=0)
 
     def check(self, task: Task) -> None:
-        """The head must have a linear layer, which is its classifier."""
+        """Refuse a head without a linear layer, which is its classifier."""
         self.classifier(task)
 
     def classifier(self, task: Task) -> frozenset[str]:
-        """The names of the last linear layer's entries, which P_k shares; none without personal heads."""
+        """Return the names of the last linear layer's entries, which P_k shares; none without personal heads."""
         if not self.personal_head:
             return frozenset()
         heads = task.need_split().modules
-        modules = [(n, part) for n, part in task.net.module.named_modules() if isinstance(part, nn.Linear)]
-        linear = [(n, part) for n, part in modules if any(n == head or n.startswith(head + ".") for head in heads)]
+        layers = [(n, layer) for n, layer in task.net.module.named_modules() if isinstance(layer, nn.Linear)]
+        linear = [(n, layer) for n, layer in layers if any(n == head or n.startswith(head + ".") for head in heads)]
         if not linear or linear[-1][1].out_features != task.net.outputs:
             raise InputError("head", Shown(", ".join(heads)), "one that ends in a linear layer, to which P_k is added")
         return frozenset(n for n in task.net.names if n.rpartition(".")[0] == linear[-1][0])
@@ -94,8 +94,8 @@ class FedRoD(FedAvg):
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
         """w_k goes up; P_k is the joint classifier less the generic one."""
-        kept = {name: local["joint"][name] - local["params"][name] for name in memory}
-        return {"params": local["params"]}, kept
+        p = {name: local["joint"][name] - local["params"][name] for name in memory}
+        return {"params": local["params"]}, p
 
     def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
         """The current generic model with P_k added."""
@@ -103,7 +103,7 @@ class FedRoD(FedAvg):
 
 
 def _plus(params: Params, p: Params) -> Params:
-    """The model with P_k added to its classifier."""
+    """Return the model with P_k added to its classifier."""
     return {**params, **{name: params[name] + value for name, value in p.items()}}
 
 

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
+from torch import Tensor
 
 from ..core import tree
 from ..core.errors import InputError
@@ -45,6 +45,7 @@ class L2GD(Method):
     id: ClassVar[str] = "l2gd"
     paper: ClassVar[str] = "Hanzely & Richtárik, 2020"
     scores: ClassVar[tuple[str, ...]] = ("personal", "generic")
+    coupled: ClassVar[frozenset[str]] = frozenset({"params"})  # x̄ is the mean of all x_k
 
     lam: float = setting(1.0, "λ, how strongly the local models are held together", least=0)
     p: float = setting(0.2, "p, the probability that an iteration aggregates; 0: never", least=0, most=1)
@@ -55,19 +56,19 @@ class L2GD(Method):
             raise InputError("p", self.p, "below 1: some iterations must be local")
 
     def check(self, task: Task) -> None:
-        """θ must not overshoot."""
+        """Refuse a θ that overshoots the mean."""
         super().check(task)
         if self.pull(task) > 1:
             most = self.p / (task.lr * (1 - self.p))
             raise InputError("lam", self.lam, f"at most {most:g} with p {self.p:g} and lr {task.lr:g}")
 
     def pull(self, task: Task) -> float:
-        """θ; 0 where nobody ever aggregates."""
+        """Return θ; 0 where nobody ever aggregates."""
         return task.lr * self.lam * (1 - self.p) / self.p if self.p else 0.0
 
     def iterations(self, task: Task) -> tuple[int, int]:
-        """J and A of this round, the same for every client."""
-        return _run(task.uniform(LOCAL), self.p), _run(task.uniform(TOGETHER), 1 - self.p)
+        """Return J and A of this round, the same for every client."""
+        return _tosses(task.uniform(LOCAL), self.p), _tosses(task.uniform(TOGETHER), 1 - self.p)
 
     def init_server(self, task: Task, params: Params) -> Tree:
         """x̄ = w⁰."""
@@ -82,19 +83,19 @@ class L2GD(Method):
         return server["params"]  # type: ignore[no-any-return]
 
     def init_client(self, task: Task, params: Params) -> Tree:
-        """x_k = w⁰, and that no round has been seen yet."""
-        return {"params": params, "seen": tree.scalar_zero(params)}
+        """x_k = w⁰."""
+        return {"params": params}
 
     def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
         """A aggregations: x_k ← x̄ + (1−θ)^A·(x_k − x̄)."""
         if not self.p:
             return {"params": memory["params"]}
-        left = (1 - self.pull(task)) ** self.iterations(task)[1]
+        share = (1 - self.pull(task)) ** self.iterations(task)[1]
 
-        def drawn(x: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
-            return centre + left * (x - centre) if x.is_floating_point() else x
+        def draw(x: Tensor, mean: Tensor) -> Tensor:
+            return mean + share * (x - mean) if x.is_floating_point() else x
 
-        return {"params": tree.map(drawn, memory["params"], down["params"])}
+        return {"params": tree.map(draw, memory["params"], down["params"])}
 
     def phases(self, task: Task) -> tuple[Phase, ...]:
         """J local iterations."""
@@ -103,7 +104,7 @@ class L2GD(Method):
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
         """How far x_k moved goes up; x_k stays."""
         x = local["params"]
-        return {"params": tree.sub(x, memory["params"])}, {"params": x, "seen": torch.ones_like(memory["seen"])}
+        return {"params": tree.sub(x, memory["params"])}, {"params": x}
 
     def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
         """x̄ ← x̄ + 1/n·Σ of the moves."""
@@ -112,9 +113,9 @@ class L2GD(Method):
 
     def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
         """x_k, or x̄ for a client that never took part."""
-        return tree.where(memory["seen"] > 0, memory["params"], down["params"])
+        return tree.where(task.seen, memory["params"], down["params"])
 
 
-def _run(u: float, stop: float) -> int:
-    """How many tosses up to and with the first that stops, from one uniform number: P(n) = (1−stop)^(n−1)·stop."""
+def _tosses(u: float, stop: float) -> int:
+    """Return the number of tosses until one stops, from one uniform number: P(n) = (1−stop)^(n−1)·stop."""
     return 1 if stop >= 1 else 1 + math.floor(math.log1p(-u) / math.log1p(-stop))

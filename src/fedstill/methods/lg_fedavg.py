@@ -17,39 +17,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..core.task import Task
-from ..core.tree import Params, Tree
-from .fedavg import FedAvg
+from .partial import PartialFedAvg
 
 
 @dataclass(frozen=True, kw_only=True)
-class LGFedAvg(FedAvg):
+class LGFedAvg(PartialFedAvg):
     """A private body under a shared head, trained together."""
 
     id: ClassVar[str] = "lg-fedavg"
     paper: ClassVar[str] = "Liang et al., 2020"
-    scores: ClassVar[tuple[str, ...]] = ("personal",)
     needs_head: ClassVar[bool] = True
-
-    def init_client(self, task: Task, params: Params) -> Tree:
-        """l_k."""
-        return {"body": task.body(params)}
 
     def private(self, task: Task) -> frozenset[str]:
         """The body."""
         return task.need_split().body
-
-    def send(self, task: Task, server: Tree, client: int) -> Tree:
-        """g."""
-        return {"params": task.head(server["params"])}
-
-    def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
-        """The client's body under the received head."""
-        return {"params": {**memory["body"], **down["params"]}}
-
-    def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
-        """g_k goes up, l_k stays."""
-        return {"params": task.head(local["params"])}, {"body": task.body(local["params"])}
-
-    def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
-        """The client's body under the current head."""
-        return {**memory["body"], **down["params"]}

@@ -37,7 +37,7 @@ INNER, HESSIAN = 1, 2  # which draw from a step's key
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerFedAvg(FedAvg):
+class PerFedAvg(FedAvg, mean="uniform"):
     """A shared model from which one gradient step makes a good personal one."""
 
     id: ClassVar[str] = "per-fedavg"
@@ -49,7 +49,6 @@ class PerFedAvg(FedAvg):
     variant: Literal["fo", "hf"] = setting("fo", "first-order, or Hessian-free (by a finite difference)")
     delta: float = setting(0.001, "δ, how far the finite difference reaches", above=0)
     adapt_steps: int = setting(1, "gradient steps from the shared to the personal model", least=0)
-    mean: Literal["weighted", "uniform"] = setting("uniform", "weigh clients by their samples, or all alike")
 
     def phases(self, task: Task) -> tuple[Phase, ...]:
         """The experiment's epochs with β."""

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from ..core import terms, tree
@@ -34,7 +33,7 @@ from .fedavg import FedAvg
 
 
 @dataclass(frozen=True, kw_only=True)
-class PFedKDWCL(FedAvg):
+class PFedKDWCL(FedAvg, mean="uniform"):
     """Personal and global model teach each other, in a weighted combination of losses."""
 
     id: ClassVar[str] = "pfedkd-wcl"
@@ -45,11 +44,10 @@ class PFedKDWCL(FedAvg):
     tau: float = setting(1.0, "T, temperature of the softmax", above=0)
     server: Literal["distill", "average"] = setting("distill", "how the global model learns")
     server_lr: float = setting(0.0, "η of the server's step; 0: as lr", least=0)
-    mean: Literal["weighted", "uniform"] = setting("uniform", "weigh clients by their samples, or all alike")
 
     def init_client(self, task: Task, params: Params) -> Tree:
-        """θ_i = w⁰, and that no round has been seen yet."""
-        return {"theta": params, "seen": tree.scalar_zero(params)}
+        """θ_i = w⁰."""
+        return {"theta": params}
 
     def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
         """θ_i as it was; the global model's predictions on all local data."""
@@ -58,21 +56,21 @@ class PFedKDWCL(FedAvg):
     def loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
         """(1−α)·CE + α·T²·KL(p_w ‖ p_θ)."""
         logits = task.logits(params, batch)
-        held = self.tau**2 * terms.kl(local["teacher"][batch.index], logits, self.tau, batch)
-        return (1 - self.alpha) * terms.cross_entropy(logits, batch) + self.alpha * held
+        taught = self.tau**2 * terms.kl(local["teacher"][batch.index], logits, self.tau, batch)
+        return (1 - self.alpha) * terms.cross_entropy(logits, batch) + self.alpha * taught
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
         """θ̂_i stays; up goes ∇_w KL(p_θ̂ ‖ p_w) on the client's own data, or θ̂_i itself."""
-        theta, kept = local["params"], {"theta": local["params"], "seen": torch.ones_like(memory["seen"])}
+        theta = local["params"]
         if self.server == "average":
-            return {"params": theta}, kept
+            return {"params": theta}, {"theta": theta}
         student = task.local_logits(theta)
 
         def divergence(w: Params, batch: Batch) -> Tensor:
             return terms.kl_each(student[batch.index], task.net(w, batch.x, train=False), self.tau)
 
         gradient = task.local_gradient(divergence, down["params"])
-        return {"gradient": gradient, "params": {name: theta[name] for name in task.net.buffers}}, kept
+        return {"gradient": gradient, "params": {name: theta[name] for name in task.net.buffers}}, {"theta": theta}
 
     def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
         """w ← w − η·mean of the gradients, or the mean of the θ̂_i."""
@@ -85,4 +83,4 @@ class PFedKDWCL(FedAvg):
 
     def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
         """θ_i, or the global model for a client that never took part."""
-        return tree.where(memory["seen"] > 0, memory["theta"], down["params"])
+        return tree.where(task.seen, memory["theta"], down["params"])

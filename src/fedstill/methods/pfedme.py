@@ -8,27 +8,28 @@ T. Dinh, Tran and Nguyen, "Personalized Federated Learning with Moreau Envelopes
 
 A batch costs K gradients: K times the work of FedAvg.
 
-Choices: (1) The paper makes R steps a round, on a fresh batch each; here as many as the experiment's epochs have batches. (2)
-θ starts from w_k for each batch; the authors' code goes on from the last batch's θ, which λ soon forgets. (3) λ = 15, K = 5,
-η_p = 0.09 and β = 1, as in the authors' code for MNIST; η is the experiment's lr, and η·λ should stay below 1. (4) Neither
-loop has momentum, whatever the experiment says; its weight decay acts on θ. (5) The server's mean is uniform, as printed;
-the authors' code weighs by samples. (6) The client keeps the θ of its last batch: that is the personal model. One that never
-took part is scored with w. (7) BatchNorm's statistics move with θ's K passes; w_k has the same ones, and the server takes
-their plain mean. (8) In the paper all clients train and S of them are averaged; here only the participants train.
+Choices: (1) The paper makes R steps a round, on a fresh batch each; here as many as the experiment's epochs have batches. (2) θ
+starts from w_k for each batch; the authors' code goes on from the last batch's θ, which λ soon forgets. (3) λ = 15, K = 5, η_p
+= 0.09 and β = 1, as in the authors' code for MNIST; η is the experiment's lr, and η·λ should stay below 1; η_p·λ above 2 would
+diverge and is refused. (4) Neither loop has momentum, whatever the experiment says; its weight decay acts on θ. (5) The
+server's mean is uniform, as printed; the authors' code weighs by samples. (6) The client keeps the θ of its last batch: that is
+the personal model. One that never took part is scored with w. (7) BatchNorm's statistics move with θ's K passes; w_k has the
+same ones, and the server takes their plain mean. (8) In the paper all clients train and S of them are averaged; here only the
+participants train.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 from torch.func import grad_and_value
 
 from ..core import tree
 from ..core.batch import Batch
+from ..core.errors import InputError
 from ..core.method import Phase, Upload
 from ..core.settings import setting
 from ..core.task import Task
@@ -37,7 +38,7 @@ from .fedavg import FedAvg
 
 
 @dataclass(frozen=True, kw_only=True)
-class PFedMe(FedAvg):
+class PFedMe(FedAvg, mean="uniform"):
     """Personal models near the global one, by Moreau envelopes."""
 
     id: ClassVar[str] = "pfedme"
@@ -48,11 +49,16 @@ class PFedMe(FedAvg):
     k: int = setting(5, "K, steps that solve the personal problem on a batch", least=1)
     personal_lr: float = setting(0.09, "η_p, learning rate of these steps", above=0)
     beta: float = setting(1.0, "β, the server's step towards the mean", above=0)
-    mean: Literal["weighted", "uniform"] = setting("uniform", "weigh clients by their samples, or all alike")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.personal_lr * self.lam > 2:  # |1 − η_p·λ| > 1
+            right = f"at most {2 / self.lam:g} (2/λ) with lam {self.lam:g}, or the inner steps diverge"
+            raise InputError("personal_lr", self.personal_lr, right)
 
     def init_client(self, task: Task, params: Params) -> Tree:
-        """θ_k = w⁰, and that no round has been seen yet."""
-        return {"theta": params, "seen": tree.scalar_zero(params)}
+        """θ_k = w⁰."""
+        return {"theta": params}
 
     def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
         """w_k ← w_t, and θ with it."""
@@ -87,7 +93,7 @@ class PFedMe(FedAvg):
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
         """w_k goes up, θ_k stays."""
-        return {"params": local["params"]}, {"theta": local["theta"], "seen": torch.ones_like(memory["seen"])}
+        return {"params": local["params"]}, {"theta": local["theta"]}
 
     def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
         """w ← mean + (β−1)·(mean − w), which is (1−β)·w + β·mean."""
@@ -97,4 +103,4 @@ class PFedMe(FedAvg):
 
     def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
         """θ_k, or w for a client that never took part."""
-        return tree.where(memory["seen"] > 0, memory["theta"], down["params"])
+        return tree.where(task.seen, memory["theta"], down["params"])

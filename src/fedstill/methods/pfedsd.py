@@ -14,6 +14,8 @@ diagonal of v_k on the client's data. (5) `ramp`: λ rises linearly over this sh
 and no form). (6) `stateless`: the server keeps v_k and sends it down with w; it learns v_k from the upload anyway. (7)
 BatchNorm's statistics are averaged with the weights; v_k keeps its own. (8) A client that never took part is scored with
 the current global model.
+
+`SelfDistillation` is Algorithm 1; `PFedSD`, the method, adds what choices 3 to 6 name. Its defaults are Algorithm 1.
 """
 
 from __future__ import annotations
@@ -37,23 +39,58 @@ from .fedavg import FedAvg
 
 
 @dataclass(frozen=True, kw_only=True)
-class PFedSD(FedAvg):
-    """Self-distillation: the client's last personal model teaches the downloaded one."""
+class SelfDistillation(FedAvg, mean="uniform"):
+    """Algorithm 1: the client's last personal model teaches the downloaded one."""
 
-    id: ClassVar[str] = "pfedsd"
+    id: ClassVar[str] = ""  # the base of `PFedSD`
     paper: ClassVar[str] = "Jin et al., TPDS 2022"
     scores: ClassVar[tuple[str, ...]] = ("personal", "generic")
-    per_sample: ClassVar[frozenset[str]] = frozenset({"logits"})
-    averages: ClassVar[bool] = True
 
     lam: float = setting(0.5, "λ, weight of the distillation", least=0)
     tau: float = setting(1.0, "τ, temperature of the softmax", above=0)
     scale_by_temperature: bool = setting(True, "multiply the KL by τ², as the authors' code does")
+
+    def init_client(self, task: Task, params: Params) -> Tree:
+        """v_k = w⁰."""
+        return {"v": params}
+
+    def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
+        """w ← w_t; what v_k predicts on all local data; λ, which is 0 while there is no v_k."""
+        lam = self.lam * task.seen.to(task.net.dtype)
+        return {"params": down["params"], "lam": lam, "teacher": task.local_logits(memory["v"])}
+
+    def loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
+        """CE(w) + λ·R(v_k, w)."""
+        logits = task.logits(params, batch)
+        penalty: Tensor = local["lam"] * self.penalty(task, params, logits, local, batch)
+        return terms.cross_entropy(logits, batch) + penalty
+
+    def penalty(self, task: Task, params: Params, logits: Tensor, local: Tree, batch: Batch) -> Tensor:
+        """R = τ²·KL(q_τ(v_k) ‖ q_τ(w))."""
+        scale = self.tau**2 if self.scale_by_temperature else 1.0
+        return scale * terms.kl(local["teacher"][batch.index], logits, self.tau, batch)
+
+    def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
+        """w_k goes up; v_k ← w_k."""
+        return {"params": local["params"]}, {"v": local["params"]}
+
+    def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
+        """v_k, or the global model for a client that never took part."""
+        return tree.where(task.seen, memory["v"], down["params"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PFedSD(SelfDistillation):
+    """Self-distillation: the client's last personal model teaches the downloaded one."""
+
+    id: ClassVar[str] = "pfedsd"
+    per_sample: ClassVar[frozenset[str]] = frozenset({"logits"})
+    averages: ClassVar[bool] = True
+
     teacher: Literal["model", "predictions"] = setting("model", "run the past model, or keep its predictions")
     regulariser: Literal["kl", "mse", "l2", "ewc"] = setting("kl", "how the past model holds the new one (Table 9)")
     ramp: float = setting(0.0, "share of the rounds over which λ rises linearly; 0: constant", least=0, most=1)
     stateless: bool = setting(False, "the server keeps the personal models and sends them down")
-    mean: Literal["weighted", "uniform"] = setting("uniform", "weigh clients by their samples, or all alike")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,85 +100,82 @@ class PFedSD(FedAvg):
             )
 
     def init_client(self, task: Task, params: Params) -> Tree:
-        """v_k = w⁰, and that no round has been seen yet."""
-        return {} if self.stateless else self._blank(task, params)
+        """v_k = w⁰, and what goes with it; nothing where the server keeps v_k."""
+        return {} if self.stateless else self._no_past(task, params)
+
+    def _no_past(self, task: Task, params: Params) -> Tree:
+        """Return what stands for v_k, and what goes with it, before there is one."""
+        past: Tree = {"v": params}
+        if self.regulariser == "ewc":
+            past["fisher"] = tree.zeros(task.trainable(params))
+        if self.teacher == "predictions":
+            past["logits"] = tree.scalar_zero(params).new_zeros((0, task.net.outputs))
+        return past
 
     def init_server(self, task: Task, params: Params) -> Tree:
-        """w; stateless also every v_k."""
-        kept = {"blank": self._blank(task, params), "clients": {}} if self.stateless else {}
-        return {"params": params, **kept}
-
-    def _blank(self, task: Task, params: Params) -> Tree:
-        kept: Tree = {"v": params, "seen": tree.scalar_zero(params)}
-        if self.regulariser == "ewc":
-            kept["fisher"] = tree.zeros(task.trainable(params))
-        if self.teacher == "predictions":
-            kept["logits"] = kept["seen"].new_zeros((0, task.net.outputs))
-        return kept
+        """w; stateless also every v_k that has come up."""
+        if not self.stateless:
+            return {"params": params}
+        return {
+            "params": params,
+            "none": {**self._no_past(task, params), "known": tree.scalar_zero(params)},
+            "past": {},
+        }
 
     def send(self, task: Task, server: Tree, client: int) -> Tree:
-        """w; stateless also v_k."""
-        kept = {"kept": server["clients"].get(str(client), server["blank"])} if self.stateless else {}
-        return {"params": server["params"], **kept}
+        """w; stateless also v_k, and whether the server has one."""
+        past = {"past": server["past"].get(str(client), server["none"])} if self.stateless else {}
+        return {"params": server["params"], **past}
 
     def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
-        """w ← w_t; what holds it to v_k; λ is 0 where there is no past model."""
-        kept = down["kept"] if self.stateless else memory
+        """w ← w_t; what the regulariser takes of v_k; λ, which is 0 while there is no v_k."""
+        past = down["past"] if self.stateless else memory
+        known = past["known"] if self.stateless else task.seen.to(task.net.dtype)
         rise = min(1.0, task.round / (self.ramp * task.rounds)) if self.ramp else 1.0
-        local: Tree = {"params": down["params"], "lam": self.lam * rise * kept["seen"]}
+        local: Tree = {"params": down["params"], "lam": self.lam * rise * known}
         if self.regulariser in ("l2", "ewc"):
-            local["v"] = task.trainable(kept["v"])
-            local["fisher"] = kept.get("fisher", {})
-        elif self.teacher == "predictions":
-            local["teacher"] = kept["logits"]
-        else:
-            local["teacher"] = task.local_logits(kept["v"])
-        return local
+            return {**local, "v": task.trainable(past["v"]), "fisher": past.get("fisher", {})}
+        return {**local, "teacher": past["logits"] if self.teacher == "predictions" else task.local_logits(past["v"])}
 
-    def loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
-        """CE(w) + λ·R(v_k, w)."""
-        logits, lam = task.logits(params, batch), local["lam"]
-        held: Tensor = lam * self._held(task, params, local, batch, logits)
-        return terms.cross_entropy(logits, batch) + held
-
-    def _held(self, task: Task, params: Params, local: Tree, batch: Batch, logits: Tensor) -> Tensor:
+    def penalty(self, task: Task, params: Params, logits: Tensor, local: Tree, batch: Batch) -> Tensor:
+        """R, by the regulariser."""
         if self.regulariser == "l2":
             return terms.proximal(task.trainable(params), local["v"])
         if self.regulariser == "ewc":
             return terms.ewc(task.trainable(params), local["v"], local["fisher"])
-        teacher = local["teacher"][batch.index]
         if self.regulariser == "mse":
-            return terms.squared_error(teacher, logits, batch)
-        scale = self.tau**2 if self.scale_by_temperature else 1.0
-        return scale * terms.kl(teacher, logits, self.tau, batch)
+            return terms.squared_error(local["teacher"][batch.index], logits, batch)
+        return super().penalty(task, params, logits, local, batch)
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
-        """v_k ← w_k; w_k goes up."""
-        v = local["params"]
-        kept: Tree = {"v": v, "seen": torch.ones_like(local["lam"])}
+        """w_k goes up; v_k ← w_k, with its Fisher diagonal or its predictions. Stateless all of it goes up."""
+        past: Tree = {"v": local["params"]}
         if self.regulariser == "ewc":
-            kept["fisher"] = task.local_gradient(
-                lambda p, b: F.cross_entropy(task.net(p, b.x, train=False), b.y, reduction="none"), v, squared=True
+            past["fisher"] = task.local_gradient(
+                lambda p, b: F.cross_entropy(task.net(p, b.x, train=False), b.y, reduction="none"),
+                past["v"],
+                squared=True,
             )
         if self.teacher == "predictions":
-            kept["logits"] = task.local_logits(v)
-        if not self.stateless:
-            return {"params": v}, kept
-        return {"params": v, "fisher": kept.get("fisher", {})}, {}
+            past["logits"] = task.local_logits(past["v"])
+        if self.stateless:
+            return {"params": past["v"], "fisher": past.get("fisher", {})}, {}
+        return {"params": past["v"]}, past
 
     def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
-        """The mean of the w_k; stateless also v_k ← w_k."""
+        """The mean of the w_k; stateless also v_k ← w_k, as the client trained it."""
         server = super().merge(task, server, uploads)
         if not self.stateless:
             return server
-        kept = dict(server["clients"])
-        for client, up in ((u.client, u.tree) for u in uploads):
-            fisher = {"fisher": up["fisher"]} if self.regulariser == "ewc" else {}
-            mine = {"v": up["params"], "seen": torch.ones_like(server["blank"]["seen"]), **fisher}
-            kept[str(client)] = tree.clone(mine)
-        return {**server, "clients": kept}
+        past = dict(server["past"])
+        for upload in uploads:
+            fisher = {"fisher": upload.tree["fisher"]} if self.regulariser == "ewc" else {}
+            known = torch.ones_like(server["none"]["known"])
+            past[str(upload.client)] = tree.clone({"v": upload.tree["params"], **fisher, "known": known})
+        return {**server, "past": past}
 
     def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
-        """v_k, or the global model for a client that never took part."""
-        kept = down["kept"] if self.stateless else memory
-        return tree.where(kept["seen"] > 0, kept["v"], down["params"])
+        """v_k, or the global model where there is none."""
+        if not self.stateless:
+            return super().personal(task, down, memory)
+        return tree.where(down["past"]["known"] > 0, down["past"]["v"], down["params"])

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from ..core import tree
 from ..core.method import Phase, Upload
@@ -26,13 +26,13 @@ from .fedavg import FedAvg
 
 
 @dataclass(frozen=True, kw_only=True)
-class SCAFFOLD(FedAvg):
+class SCAFFOLD(FedAvg, mean="uniform"):
     """Control variates correct each client's drift."""
 
     id: ClassVar[str] = "scaffold"
     paper: ClassVar[str] = "Karimireddy et al., ICML 2020"
+    coupled: ClassVar[frozenset[str]] = frozenset({"c"})  # c is the mean of all c_k
 
-    mean: Literal["weighted", "uniform"] = setting("uniform", "weigh clients by their samples, or all alike")
     server_lr: float = setting(1.0, "η_g, the server's step", above=0)
 
     def init_server(self, task: Task, params: Params) -> Tree:

@@ -50,8 +50,8 @@ class SpectralCoDistillation(FedAvg):
     transform: Literal["ortho", "raw"] = setting("ortho", "the scaling of the DFT")
 
     def init_client(self, task: Task, params: Params) -> Tree:
-        """w_p = w⁰, and that no round has been seen yet."""
-        return {"personal": params, "seen": tree.scalar_zero(params)}
+        """w_p = w⁰."""
+        return {"personal": params}
 
     def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
         """w_G from the download, w_p from where it was."""
@@ -66,14 +66,14 @@ class SpectralCoDistillation(FedAvg):
 
     def generic_loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
         """CE(w_G) + λ_G·D(ŝ(w_G) ‖ ŝ(w_p))."""
-        return self.fit(task, params, batch) + self.held(task, params, local["personal"], self.lam_g, self.tau)
+        return self.fit(task, params, batch) + self.penalty(task, params, local["personal"], self.lam_g, self.tau)
 
     def personal_loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
         """CE(w_p) + λ_p·D(s(w_p) ‖ s(w_G))."""
-        return self.fit(task, params, batch) + self.held(task, params, local["params"], self.lam_p, 1.0)
+        return self.fit(task, params, batch) + self.penalty(task, params, local["params"], self.lam_p, 1.0)
 
-    def held(self, task: Task, params: Params, other: Params, lam: float, share: float) -> Tensor | float:
-        """λ·D, and no work where λ is 0."""
+    def penalty(self, task: Task, params: Params, other: Params, lam: float, share: float) -> Tensor | float:
+        """Return λ·D, without any work where λ is 0."""
         if lam == 0:
             return 0.0
         p, q = task.trainable(params), tree.map(torch.detach, task.trainable(other))
@@ -81,8 +81,8 @@ class SpectralCoDistillation(FedAvg):
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
         """w_G goes up, w_p stays."""
-        return {"params": local["params"]}, {"personal": local["personal"], "seen": torch.ones_like(memory["seen"])}
+        return {"params": local["params"]}, {"personal": local["personal"]}
 
     def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
         """w_p, or the generic model for a client that never took part."""
-        return tree.where(memory["seen"] > 0, memory["personal"], down["params"])
+        return tree.where(task.seen, memory["personal"], down["params"])
