@@ -101,7 +101,7 @@ def run(method: fs.Method, model: str = "plain", data: fs.Federation | None = No
 def states(run: fs.Run) -> dict[str, Params]:
     """Every model that a run ends with."""
     found = {"generic": run.generic()}
-    return found | {f"personal {k}": run.personal(k) for k in range(run._task.clients)}
+    return found | {f"personal {k}": run.personal(k) for k in range(run.task.clients)}
 
 
 def distance(a: dict[str, Params], b: dict[str, Params]) -> float:

@@ -55,7 +55,6 @@ from .run.together import run_together
 METHODS = _methods.METHODS
 
 __all__ = [
-    "__version__",
     "APFL",
     "L2GD",
     "METHODS",
@@ -97,6 +96,7 @@ __all__ = [
     "TrainingError",
     "Tree",
     "Upload",
+    "__version__",
     "resume",
     "run",
     "run_together",

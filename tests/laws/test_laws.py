@@ -149,7 +149,7 @@ def test_4_scaffold_finds_the_optimum_where_fedavg_does_not() -> None:
 @pytest.mark.parametrize("engine", ["one", "stacked"])
 def test_5_private_stays_private(row: Row, engine: str, spied) -> None:
     result = run(row.method, "normed", engine=engine)
-    private = row.method.private(result._task)
+    private = row.method.private(result.task)
     uploads = [(reply, memory) for reply, memory in spied if reply.kind == "train"]
     assert len(uploads) == 3 * 3
     for reply, memory in uploads:
@@ -188,8 +188,8 @@ def test_8_nothing_aliases(row: Row, engine: str, spied) -> None:
     last = [(reply, memory) for reply, memory in spied if reply.kind == "train" and reply.round == 3]
     for reply, memory in last:
         assert not tree.aliases(reply.up, memory)
-        assert not tree.aliases(memory, result._server)
-        assert not tree.aliases(reply.up, result._server)
+        assert not tree.aliases(memory, result.server)
+        assert not tree.aliases(reply.up, result.server)
     for reply, _ in last:
         for other, memory in last:
             if other is not reply:

@@ -64,8 +64,8 @@ def test_the_papers_cnn_by_hand() -> None:
 
 def test_torchs_own_counter_agrees() -> None:
     ready = run(fs.FedAvg(), make("convolved"), epochs=1, batch_size=N)
-    bench, memory = ready.trainer.bench, ready._store.get(0)
-    down = ready.method.send(ready.task, ready._server, 0)
+    bench, memory = ready.trainer.bench, ready.memory(0)
+    down = ready.method.send(ready.task, ready.server, 0)
     with FlopCounterMode(display=False) as oracle:
         ours = flops.count(bench, 1, down, memory, N, fake=False)
     assert ours.work.total.total == oracle.get_total_flops() > 0
@@ -75,8 +75,8 @@ def test_torchs_own_counter_agrees() -> None:
 @pytest.mark.parametrize("model", ["plain", "convolved"])
 def test_fake_tensors_and_zeros_give_the_same_count(name: str, model: str) -> None:
     ready = run(methods.get(name)(), make(model), epochs=1)
-    bench, memory = ready.trainer.bench, ready._store.get(0)
-    down = ready.method.send(ready.task, ready._server, 0)
+    bench, memory = ready.trainer.bench, ready.memory(0)
+    down = ready.method.send(ready.task, ready.server, 0)
     fake, real = (flops._count(bench, 3, down, memory, N, 0, kind) for kind in (True, False))
     assert fake.work == real.work
     assert real.work.total.forward > 0
@@ -230,7 +230,7 @@ def test_bytes_are_those_on_the_wire(method: fs.Method, down: int, up: int, monk
         assert record["bytes_total"] == sum(size for r, size in (*sent, *came) if r == t)
     last = done.history[-1]
     assert (last["bytes_down"], last["bytes_up"]) == (down, up)
-    assert accounting.numbers(method.send(done.task, done._server, 0)) * NUMBER == down
+    assert accounting.numbers(method.send(done.task, done.server, 0)) * NUMBER == down
     assert done.cost.numbers_up == up / NUMBER
 
 

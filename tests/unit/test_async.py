@@ -167,9 +167,9 @@ def test_a_slow_simulation_gives_the_same(method: fs.Method, mode: str) -> None:
         assert record["time"] == pytest.approx(now, rel=1e-12)
         assert record["staleness"] == {str(k): t - version for _, k, version, _ in sorted(due, key=lambda one: one[1])}
     assert max(v for record in run.history for v in record["staleness"].values()) > 0  # or less is shown
-    assert distance({"": w}, {"": run._server["params"]}) < 1e-12
+    assert distance({"": w}, {"": run.server["params"]}) < 1e-12
     for k in range(8):
-        assert distance({"": tree.flatten(memories[k])}, {"": tree.flatten(run._store.get(k))}) < 1e-12
+        assert distance({"": tree.flatten(memories[k])}, {"": tree.flatten(run.memory(k))}) < 1e-12
 
 
 # ---- repeatable --------------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def test_a_method_whose_merge_is_no_mean_is_refused() -> None:
 @pytest.mark.parametrize("name", [name for name in methods.METHODS if methods.get(name).averages])
 def test_every_other_is_carried(name: str) -> None:
     run = prepared(methods.get(name)(), mode="fedbuff", buffer=2, participation=0.75, rounds=3).run()
-    assert tree.finite(run._server)
+    assert tree.finite(run.server)
     assert any(record["busy"] for record in run.history)
 
 

@@ -226,12 +226,12 @@ def test_fedrod_needs_a_linear_classifier() -> None:
 def test_fedgkds_teacher_is_the_mean_of_the_last_m_global_models(m: int, taken: tuple[int, ...]) -> None:
     method = fs.FedGKD(gamma=0.6, m=m)
     ended = {t: run(method, "plain", rounds=t) for t in (1, 2, 3, 4)}
-    down = method.send(replace(ended[4].task, round=5), ended[4]._server, 0)
+    down = method.send(replace(ended[4].task, round=5), ended[4].server, 0)
     teacher = down.get("teacher", down["params"])
     for name, value in teacher.items():
         mean = np.mean([ended[t].generic()[name].numpy() for t in taken], axis=0)
         assert np.allclose(value.numpy(), mean, atol=1e-14)
-    assert len(ended[4]._server["past"]) == len(taken) - 1
+    assert len(ended[4].server["past"]) == len(taken) - 1
 
 
 def test_fedgkds_loss_in_numpy_and_no_teacher_in_the_first_round() -> None:

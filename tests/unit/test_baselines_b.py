@@ -130,7 +130,7 @@ def test_apfls_step_is_the_papers(alpha: float) -> None:
 def test_apfl_keeps_v_apart_from_the_mixture() -> None:
     """A known trap: v overwritten by v̄."""
     result = run(fs.APFL(alpha=0.5, adaptive=False), participation=1.0)
-    kept = result._store.get(0)
+    kept = result.memory(0)
     for name, value in result.personal(0).items():
         assert torch.allclose(value, 0.5 * kept["v"][name] + 0.5 * result.generic()[name], atol=1e-14)
         assert not torch.allclose(value, kept["v"][name], atol=1e-6)
@@ -185,7 +185,7 @@ def test_l2gds_coin_is_common_to_all_clients() -> None:
 def test_l2gds_mean_is_over_all_clients() -> None:
     """Also over those that sat the last round out; their models are as they left them."""
     result = run(fs.L2GD(p=0.4, lam=0.5), rounds=5, participation=0.4)
-    kept = [result._store.get(k)["params"] for k in range(5)]
+    kept = [result.memory(k)["params"] for k in range(5)]
     for name, value in result.generic().items():
         assert torch.allclose(value, torch.stack([mine[name] for mine in kept]).mean(0), atol=1e-12)
 
@@ -324,7 +324,7 @@ def test_fedfomos_affinity_sums_the_weights(spied) -> None:
     total = torch.stack([reply.up["weights"] for reply in uploads]).sum(0)
     assert float(uploads[0].up["weights"].sum()) == 0, "in the first round there is nobody's model yet"
     assert total.sum() > 0
-    assert torch.allclose(result._server["affinity"]["0"][1:], total)
+    assert torch.allclose(result.server["affinity"]["0"][1:], total)
 
 
 def test_fedfomo_does_not_train_on_what_measures() -> None:
@@ -399,7 +399,7 @@ def test_fedpacs_statistics_and_combination(spied) -> None:
             return float((gap * gap).sum()) + sum(a * a * v for a, v in zip(alpha, vs, strict=True))
 
         heads = [up["head"]["fc2.weight"] for up in ups]
-        combined = result._server["heads"][str(k)]["fc2.weight"]
+        combined = result.server["heads"][str(k)]["fc2.weight"]
         flat = torch.stack([h.flatten() for h in heads], 1).numpy()
         alpha = np.linalg.lstsq(flat, combined.flatten().numpy(), rcond=None)[0]
         assert alpha.min() > -1e-9
@@ -419,7 +419,7 @@ def test_fedpacs_centroids_are_means_over_all_participants(spied) -> None:
         labels.append(client.y_train)
     x, y = torch.cat(features), torch.cat(labels)
     for c in range(3):
-        assert torch.allclose(result._server["centroids"][c], x[y == c].mean(0), atol=1e-12)
+        assert torch.allclose(result.server["centroids"][c], x[y == c].mean(0), atol=1e-12)
 
 
 def test_fedpac_without_combining_keeps_heads_at_home(spied) -> None:
@@ -447,7 +447,7 @@ def test_fedgens_generator_learns_and_no_data_reaches_the_server(spied) -> None:
     heads = tree.stack([task.head(up["params"]) for up in ups])
     counts = torch.stack([up["labels"] for up in ups])
     loss = partial(method.generator_loss, task, heads=heads, counts=counts, key=torch.tensor(12345))
-    before, after = float(loss(start)), float(loss(result._server["generator"]))
+    before, after = float(loss(start)), float(loss(result.server["generator"]))
     assert after < 0.8 * before
     names = {name for name, _ in tree.leaves({"params": dict.fromkeys(task.net.names, torch.zeros(1))})}
     for reply, client in ((r, ragged().clients[r.client]) for r, _ in spied if r.kind == "train"):

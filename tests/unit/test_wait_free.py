@@ -130,9 +130,9 @@ def test_steps_by_hand(tmp_path: Path) -> None:
         ]
         memory = {one.client: one.memory for one in trainer.train(t, idle)}
         server = method.merge(task, server, [one.up for one in done], [16.0, 16.0], [0, 1])
-    assert identical({"": server["params"]}, {"": run._server["params"]})
+    assert identical({"": server["params"]}, {"": run.server["params"]})
     for k in (0, 1):
-        assert identical({"": tree.flatten(memory[k])}, {"": tree.flatten(run._store.get(k))})
+        assert identical({"": tree.flatten(memory[k])}, {"": tree.flatten(run.memory(k))})
 
 
 def make_initial(run: fs.Run):
@@ -193,7 +193,7 @@ def test_who_is_not_asked() -> None:
     for name, run in runs.items():
         asked = {k for record in run.history for k in record["asked"]}
         assert 0 < len(asked) < 6
-        moved = {k for k in range(6) if any(not torch.equal(v, start[n]) for n, v in run._store.get(k)["v"].items())}
+        moved = {k for k in range(6) if any(not torch.equal(v, start[n]) for n, v in run.memory(k)["v"].items())}
         assert moved == (asked if name == "cap" else set(range(6)))
     cap, broadcast = (runs[name].history[1]["bytes_total"] for name in ("cap", "broadcast"))
     assert broadcast == cap + 5 * runs["cap"].history[1]["bytes_down"]
@@ -220,8 +220,8 @@ def test_who_has_not_begun_is_scored_as_it_was(unselected: str, engine: str, tmp
         assert record["background"]["1"][1] > record["time"]
         assert record["ready"] == record["time"]  # no personal step is left to be made
         assert "free" not in record
-    assert run._store.get(0)["seen"] == 1
-    assert run._store.get(1)["seen"] == 0
+    assert run.memory(0)["seen"] == 1
+    assert run.memory(1)["seen"] == 0
     assert identical({"": run.personal(1)}, {"": run.generic()})
 
 
@@ -233,7 +233,7 @@ def test_a_model_that_was_sent_in_vain_changes_nothing(engine: str, tmp_path: Pa
     run = prepared(fs.Ditto(), engine, **how, **UNTIL).run()
     asked = {k for record in run.history for k in record["asked"]}
     assert len(asked) == 4  # who was asked is at it for a long time
-    assert [run._store.get(k)["seen"].item() for k in range(6)] == [0] * 6
+    assert [run.memory(k)["seen"].item() for k in range(6)] == [0] * 6
     assert all(record["personal_clients"] == record["generic_clients"] for record in run.history)
 
 

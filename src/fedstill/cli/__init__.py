@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 import torch
 
-from .. import __version__
 from ..core.errors import InputError, TrainingError, nearest
+from ..core.version import __version__
 from . import costs, show, timeline, train
 
 Command: TypeAlias = Callable[[Sequence[str]], None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +21,14 @@ from ..methods import METHODS, get
 from ..report import published
 from ..report.costs import NONE, scaled
 from ..report.text import Facts, aligned, facts_line
-from ..run import accounting, simulation
+from ..run import accounting, prepare, simulation
 from ..run.accounting import Cost
+from ..run.callbacks import Progress
 from ..run.experiment import Experiment
-from ..run.simulation import Progress
+from ..run.session import Start
 from ..server.coordinator import Record
 from ..server.traffic import SPLIT
+from ..transport.local import LocalTransport
 from . import flags
 from .job import plan
 from .live import watch
@@ -88,11 +91,11 @@ def costs(argv: Sequence[str]) -> None:
 
 def _measure(experiments: dict[str, Experiment], timed: bool) -> None:
     first = next(iter(experiments.values()))
-    federation = simulation.federation_of(first)
+    federation = prepare.federation_of(first)
     experiments = {label: dataclasses.replace(e, eval_every=e.rounds) for label, e in experiments.items()}
     few = dataclasses.replace(federation, clients=tuple(map(_few, federation.clients)), test=None, external=None)
     for experiment in experiments.values():
-        simulation.from_experiment(experiment, few)  # every refusal comes before the first round
+        prepare.from_experiment(experiment, few)  # every refusal comes before the first round
     sizes = tuple(len(client.y_train) for client in federation.clients)
     found = {}
     with watch(list(experiments), first.rounds) as shown:
@@ -122,8 +125,9 @@ def _print(cells: Columns, notes: Sequence[str]) -> None:
 
 def _trained(experiment: Experiment, federation: Federation, tell: Progress) -> Cost:
     """By training; messages are turned into bytes and back, as between machines."""
-    ready, _ = simulation.from_experiment(experiment, federation)
-    run = ready.run(progress=tell, through_wire=True)
+    ready, _ = prepare.from_experiment(experiment, federation)
+    wired = functools.partial(LocalTransport, through_wire=True)
+    run = simulation.finish(Start(ready, progress=tell), wired)
     return _at_last(run.cost, run.history[-1])
 
 

@@ -15,10 +15,10 @@ from ..data import Federation
 from ..methods import METHODS
 from ..report.local_work import without_effect
 from ..report.text import Facts
-from ..run import fleet, simulation
+from ..run import prepare, simulation, together
+from ..run.callbacks import Progress
 from ..run.experiment import Experiment
 from ..run.result import Run
-from ..run.simulation import Progress
 from ..server.sampler import BY_PLAN
 from . import flags, keep
 from .live import Watch, watch
@@ -117,7 +117,7 @@ def execute(job: Job) -> None:
     earlier = job.out is not None and job.replaces and keep.is_demo(job.out)
     if job.out is not None and not earlier:
         keep.check(job.out)
-    federation = simulation.federation_of(job.first)
+    federation = prepare.federation_of(job.first)
     ignored = [
         f"{flags.flag(name)} has no effect without {flags.flag(other)}"
         for name, other in (("join_epochs", "newcomers"), ("fine_tune_part", "fine_tune"))
@@ -135,7 +135,7 @@ def execute(job: Job) -> None:
         ignored += [f"{flags.flag(name)} has no effect on {label} without --server" for name in idle]
     stacks = set()
     for label, experiment in job.experiments.items():
-        ready, _ = simulation.from_experiment(experiment, federation)
+        ready, _ = prepare.from_experiment(experiment, federation)
         stacks |= {label} if ready.trainer.name == "stacked" else set()
         ignored += without_effect(experiment.method, ready.trainer.bench.task, ready.training, job.given)
     facts = Facts.of(job.first, federation)
@@ -153,7 +153,7 @@ def execute(job: Job) -> None:
         dealt = [federation]
         for number in range(job.seeds):
             if number:
-                dealt.append(simulation.federation_of(dataclasses.replace(job.first, seed=job.first.seed + number)))
+                dealt.append(prepare.federation_of(dataclasses.replace(job.first, seed=job.first.seed + number)))
             done.hashes.append(dealt[-1].hash)
             _one_seed(job, number, dealt[-1], shown, done, [n for n in job.experiments if n not in stacks])
             dealt = dealt if stacks else []
@@ -187,7 +187,7 @@ def _together(job: Job, dealt: Sequence[Federation], shown: Watch, done: Done, l
         return tell
 
     with stoppable(folders[0]):
-        found = fleet.try_together(
+        found = together.try_together(
             [dataclasses.replace(job.experiments[label], seed=seed) for label, seed in pairs],
             outs=folders,
             federations=[*dealt] * len(labels),

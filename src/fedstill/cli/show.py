@@ -18,7 +18,7 @@ from ..data.source import root_of
 from ..methods import METHODS, get
 from ..report import figures
 from ..report.text import partition_of
-from ..run import simulation
+from ..run import prepare
 from ..run.experiment import Experiment
 from . import flags, screen
 from .screen import say
@@ -131,7 +131,7 @@ def _show(argv: Sequence[str]) -> None:
     out = picture(given["out"]) if "out" in given else None
     with flags.named(given):
         experiment = Experiment(**flags.take(Experiment, given))
-        federation = simulation.federation_of(experiment)
+        federation = prepare.federation_of(experiment)
     counts = federation.counts()
     screen.holdings(counts)
     line = f"{experiment.data}: {len(federation)} clients by {partition_of(federation)}, seed {experiment.seed}"

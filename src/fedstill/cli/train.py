@@ -10,7 +10,7 @@ from typing import Any
 from ..core.errors import InputError, Shown, nearest
 from ..methods import METHODS, get
 from ..report.text import Facts
-from ..run import simulation
+from ..run import prepare, simulation
 from ..run.experiment import Experiment
 from . import flags, keep
 from .job import SWEEP, execute, plan, stoppable
@@ -198,7 +198,7 @@ def resume(argv: Sequence[str]) -> None:
     with watch([label], experiment.rounds) as shown, stoppable(folder):
         done = simulation.resume(folder, progress=lambda record: shown.step(label, 0, record))
         shown.whole(label, done.history[-1])
-    facts = Facts.of(experiment, simulation.federation_of(experiment))
+    facts = Facts.of(experiment, prepare.federation_of(experiment))
     keep.save(folder, {label: experiment}, {label: [(folder, done)]}, facts, command="resume")
     results([done], facts)
     say()

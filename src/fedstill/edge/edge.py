@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..core import tree
 from ..core.method import Method
@@ -187,7 +188,7 @@ class Edge:
         before = self.trainer.score(first.split, list(zip(slots, models, strict=True)))
         trainer = self._tuner(first)
         works = [Work(slot, {"params": model}) for slot, model in zip(slots, models, strict=True)]
-        done_of = list(trainer.train(first.round, works))
+        done_of = list(trainer.train(first.round + 1, works))  # the batches of the round after the last
         after = trainer.score(first.split, [(done.client, done.up["params"]) for done in done_of])
         sizes = self.trainer.bench.data.part(first.split).sizes
         for order, done, was, now in zip(orders, done_of, before, after, strict=True):
@@ -258,7 +259,7 @@ class Edge:
     ) -> Reply:
         return Reply(order.kind, order.round, order.client, up or {}, dict(report or {}), order.run, refusal)
 
-    _answers = {
+    _answers: ClassVar[dict[str, Callable[[Edge, Sequence[Order]], Iterator[Reply]]]] = {
         "train": _train,
         "begin": _begin,
         "idle": _idle,

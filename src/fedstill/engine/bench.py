@@ -39,6 +39,7 @@ class Work:
     local: Tree = field(default_factory=dict)  # of an idle part; entries named by `per_sample` are fitted as a memory's
     steps: int = 0  # of an idle part
     last: int = 0  # the round in which the client last trained; 0: never
+    watch: bool = False  # also return the model that was trained last, as `local["trained"]`
 
     def __post_init__(self) -> None:
         if self.part not in get_args(PartName):
@@ -64,9 +65,11 @@ class Done:
     local: Tree = field(default_factory=dict)
 
 
-def given(part: PartName, up: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree, Tree]:
-    """Of the end of a client's work what a part gives: (up, memory, local)."""
-    return {} if part == "idle" else up, {} if part == "generic" else memory, local if part == "generic" else {}
+def given(part: PartName, up: Tree, memory: Tree, local: Tree, trained: str = "") -> tuple[Tree, Tree, Tree]:
+    """Select what this part of a round returns: (up, memory, local). `trained` names the model to return besides."""
+    if part != "generic":
+        local = {"trained": local[trained]} if trained else {}
+    return {} if part == "idle" else up, {} if part == "generic" else memory, local
 
 
 class Planned(Protocol):

@@ -122,7 +122,8 @@ class Cohort:
                 self.memory,
                 local,
             )
-        self.up, self.kept, self.local = given(self.part, up, kept, local)
+        trained = method.phases(self.watched)[-1].model if self.works[0].watch else ""
+        self.up, self.kept, self.local = given(self.part, up, kept, local, trained)
 
     def done(self) -> list[Done]:
         """Every client's result; the one moment at which the host waits for the device."""

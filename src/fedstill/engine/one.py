@@ -75,7 +75,7 @@ def _train(bench: Bench, round: int, work: Work, perceptron: Perceptron | None) 
         local = run_phase(bench, task, round, work.client, local, phase, count, total, perceptron)
     with torch.no_grad():
         up, kept = method.finish(task, work.down, memory, local)
-    up, kept, local = given(work.part, up, kept, local)
+    up, kept, local = given(work.part, up, kept, local, method.phases(task)[-1].model if work.watch else "")
     return Done(work.client, up, kept, float(total) / max(1, steps), steps, len(y), local=local)
 
 

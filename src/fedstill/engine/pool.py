@@ -72,6 +72,7 @@ class _Job:
     units: int
     part: PartName = "all"  # of a round's work
     last: int = 0  # the round in which the client last trained
+    watch: bool = False
 
 
 class _Meter:
@@ -262,7 +263,7 @@ class _Crew:
         def place(leaf: Tensor) -> Any:
             return (0, *self.common.put(leaf)) if id(leaf) in shared else (1, *worker.inbox.put(leaf))
 
-        about = [job.kind, job.when, job.client, job.part, job.units, job.last]
+        about = [job.kind, job.when, job.client, job.part, job.units, job.last, job.watch]
         message = json.dumps([about, tree.map(place, job.given)]).encode()
         self.bytes += len(message)
         try:
@@ -365,14 +366,23 @@ def _serve(
 def _asked(round: int, work: Work, steps: int) -> _Job:
     """The job that a client's work is."""
     trees = {"down": work.down, "memory": work.memory, "local": work.local}
-    return _Job("train", round, work.client, trees, steps, work.part, work.last)
+    return _Job("train", round, work.client, trees, steps, work.part, work.last, work.watch)
 
 
 def _do(
-    bench: Bench, one: One, given: Tree, kind: str, when: Any, client: int, part: PartName, steps: int, last: int
+    bench: Bench,
+    one: One,
+    given: Tree,
+    kind: str,
+    when: Any,
+    client: int,
+    part: PartName,
+    steps: int,
+    last: int,
+    watch: bool,
 ) -> tuple[Tree, list[Any]]:
     if kind == "train":
-        work = Work(client, given["down"], given["memory"], part, given["local"], steps, last)
+        work = Work(client, given["down"], given["memory"], part, given["local"], steps, last, watch)
         (done,) = one.train(bench, when, [work])
         return {"up": done.up, "memory": done.memory, "local": done.local}, [done.loss, done.steps, done.samples]
     with torch.no_grad():

@@ -39,8 +39,8 @@ def work_lines(runs: Mapping[str, Sequence[Run]]) -> tuple[str, list[str]]:
     works: dict[str, list[str]] = {}
     own: dict[float, list[str]] = {}
     for label, (run, *_) in runs.items():
-        works.setdefault(work(run.method, run._task, run.training), []).append(label)
-        momenta = {p.momentum for p in run.method.phases(run._task)} - {None} if run._task is not None else set()
+        works.setdefault(work(run.method, run.task, run.training), []).append(label)
+        momenta = {p.momentum for p in run.method.phases(run.task)} - {None} if run.task is not None else set()
         for momentum in sorted(m for m in momenta if m is not None and m != run.training.momentum):
             own.setdefault(momentum, []).append(label)
     most = max(works, key=lambda text: len(works[text]), default="")

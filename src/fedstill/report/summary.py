@@ -25,7 +25,7 @@ def summary(
     command: str = "",
 ) -> dict[str, Any]:
     """All numbers of a comparison: each run with its folder, and means over seeds. Accuracies are fractions."""
-    from .. import __version__
+    from ..core.version import __version__
 
     every = [settings.values_of(experiment) for experiment in experiments.values()]
     values = {name: value for name, value in every[0].items() if all(other[name] == value for other in every)}
@@ -63,7 +63,7 @@ def _said(runs: Sequence[Run], facts: Facts) -> dict[str, str]:
     """In words, every score that some run has beside those of the contract."""
     said = {name: on for name, on in GENERIC.items() if any(name in _numbers(run) for run in runs)}
     for run in runs:
-        words = scores.words(run.training)
+        words = scores.explanations(run.training)
         found = [name for name in _numbers(run) if name in words]
         said.update({name: words[name].replace("{external}", facts.external or "external data") for name in found})
         if run.newcomers:
@@ -76,7 +76,7 @@ def _numbers(run: Run) -> dict[str, Any]:
     names = (
         "personal", "personal_sample", "personal_std", "personal_worst", "generic", "generic_common", "loss",
     )  # fmt: skip
-    found = {**{name: record[name] for name in names if name in record}, **scores.numbers(run)}
+    found = {**{name: record[name] for name in names if name in record}, **scores.numbers(run.after, run.history)}
     joins = {"newcomers": list(run.newcomers)} if run.newcomers else {}
     return {**found, **joins, "seconds": seconds(run), "engine": run.engine, "round_cost": run.cost.said()}
 

@@ -140,7 +140,7 @@ def _row(label: str, runs: Sequence[Run], many: bool) -> Row:
     personal = stat_of([contract.of(run.history) for run in runs])
     if not many:
         personal = Stat(personal.value, float(records[0]["personal_std"]))
-    further = [scores.numbers(run) for run in runs]
+    further = [scores.numbers(run.after, run.history) for run in runs]
     generic, on = _generic([{**record, **found} for record, found in zip(records, further, strict=True)])
     return Row(
         label=label,
@@ -162,16 +162,6 @@ GENERIC = {  # the first that there is stands under "generic %": the common test
     "generic": "the one model for everybody, on all clients' test samples, each counting alike",
     "averaged_common": "no such model: the mean of the personal weights (by training samples), on the common test set",
     "averaged": "no such model: the mean of the personal weights (by training samples), on all clients' test samples",
-}
-FURTHER = {  # headings, in the order of the columns
-    "new": "new %",
-    "new_common": "new, common %",
-    "external": "external %",
-    "external_generic": "external, generic %",
-    "fine_tuned": "fine-tuned %",
-    "newcomers_before": "newcomers %",
-    "newcomers_after": "newcomers, trained %",
-    "forgetting": "forgetting %",
 }
 
 
@@ -205,7 +195,7 @@ def columns(found: Sequence[Row]) -> list[tuple[str, list[str]]]:
         column("seconds", lambda row: f"{row.seconds:.1f}"),
     ]
     last = next(i for i, (heading, _) in enumerate(out) if heading == "generic %")
-    for name, heading in FURTHER.items():
+    for name, heading in scores.headings().items():
         if any(name in row.further for row in found):
             last += 1
             cells = [row.further[name].percent() if name in row.further else NONE for row in found]
@@ -229,8 +219,8 @@ def notes(runs: Sequence[Run], found: Sequence[Row], facts: Facts = UNKNOWN) -> 
     for on, labels in kinds.items():
         whose = f" of {', '.join(labels)}" if len(kinds) > 1 else ""
         lines.append(f"generic %{whose}: {on}")
-    said = scores.words(training)
-    for name, heading in FURTHER.items():
+    said = scores.explanations(training)
+    for name, heading in scores.headings().items():
         if any(name in row.further for row in found):
             lines.append(f"{heading}: {said[name].replace('{external}', facts.external or 'external data')}")
     serving = [row.label for row in found if row.serves]

@@ -131,7 +131,7 @@ class Run:
         return settings.build(Evaluation, contract).of(self.history)
 
     def new(self, on: Literal["clients", "common"] = "clients") -> float:
-        """Return the accuracy where a sample's owner is unknown: all personal models vote, on all clients' tests or the common set."""
+        """Return the accuracy where a sample's owner is unknown: all models vote, on clients' tests or the common set."""
         return scores.new(self, on)
 
     def external(self, data: Dataset | Sequence[Any], model: Literal["ensemble", "generic"] = "ensemble") -> float:

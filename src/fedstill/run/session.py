@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -51,6 +52,7 @@ class Start:
     checkpoint_every: int = 10
     progress: Progress | None = None
     resume: bool = False  # continue after the journal's newest checkpoint
+    callbacks: Sequence[Callback] = ()  # others that follow the run
 
 
 @dataclass(eq=False)
@@ -122,6 +124,7 @@ def _coordinator(
         callbacks.append(JournalCallback(start.journal, start.checkpoint_every, trainer.choices))
     if start.progress is not None:
         callbacks.append(ProgressCallback(start.progress))
+    callbacks += start.callbacks
     return Coordinator(
         sim.method,
         sim.task,
@@ -185,7 +188,7 @@ def monitor_of(sim: Simulation, rounds: Rounds) -> Monitor | None:
     return SimulatedMonitor(rounds.clock, policy) if isinstance(rounds, Schedule) and policy != Policy() else None
 
 
-def _store(sims: Sequence[Simulation], folder: object) -> ModelStore:
+def _store(sims: Sequence[Simulation], folder: Path | None) -> ModelStore:
     """Return the clients' memories of all runs."""
     lead = sims[0]
     bank = lead.training.bank

@@ -14,6 +14,7 @@ from ..core import settings
 from ..core.errors import InputError, TrainingError
 from ..core.method import Method
 from ..data import Federation
+from ..server.coordinator import Callback
 from ..timing import clock
 from .callbacks import Progress
 from .experiment import Experiment, Training, to_toml
@@ -32,6 +33,7 @@ def simulate(
     out: str | Path | None = None,
     resume: bool = False,
     progress: Progress | None = None,
+    callbacks: Sequence[Callback] = (),
     transport: Transports | None = None,
     **training: Any,
 ) -> Run:
@@ -39,7 +41,8 @@ def simulate(
 
     `model` is any `nn.Module` (it is not changed) or a function that makes one; `head` names its head where the module does
     not. The other keywords are the fields of `Training`. With `out` the run leaves a folder behind; the same call with
-    `resume=True` continues from that folder's newest checkpoint. `transport` makes what carries orders, given an edge.
+    `resume=True` continues from that folder's newest checkpoint. `callbacks` follow the run
+    (`on_start`, `on_round`, `on_end`); `transport` makes what carries orders, given an edge.
     """
     if isinstance(training.get("dtype"), torch.dtype):
         training["dtype"] = str(training["dtype"]).removeprefix("torch.")
@@ -60,7 +63,7 @@ def simulate(
         else:
             journal.check_version()
             journal.check_partition(partition)
-    return finish(Start(simulation, journal, progress=progress, resume=resume), transport)
+    return finish(Start(simulation, journal, progress=progress, resume=resume, callbacks=callbacks), transport)
 
 
 def run(

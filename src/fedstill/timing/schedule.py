@@ -299,6 +299,7 @@ def epochs(method: Method, task: Task) -> tuple[float, float]:
 
 
 def as_numbers(clients: Ints) -> list[int]:
+    """Return clients as plain numbers."""
     return [int(k) for k in clients]
 
 

@@ -163,6 +163,11 @@ class ModelStore:
         self._refuse_closed()
         self._hierarchy.prefetch([self._rows[client] for client in dict.fromkeys(clients) if client in self._rows])
 
+    def read(self, client: int) -> Tree:
+        """Return the client's memory on the host; no row moves for it."""
+        row = self._row(client)
+        return row.layout.tree(self._hierarchy.to_host(row))
+
     def items(self) -> Iterator[tuple[int, Tree]]:
         """Yield every stored memory by ascending client, on the host; one at a time, and no row moves for it."""
         for client in sorted(self._rows):
