@@ -208,10 +208,10 @@ class Edge:
         """Commit the client's last training, or roll its coupled entries back, once the server has decided."""
         slot = self.slot(order)
         open_ = self.undecided.get(slot)
-        if open_ is None or order.settled < open_.round:
+        if open_ is None or order.decided < open_.round:
             return
         del self.undecided[slot]
-        if order.settled > open_.round or not order.taken:
+        if order.taken != open_.round:
             self.store.put(slot, {**self.store.get(slot), **open_.memory})
             self.last[slot] = open_.last
 

@@ -135,8 +135,8 @@ class Coordinator:
     run: int = 0  # number among the runs that go side by side, which share the seconds
     runs: int = 1
     memory: Memory = field(init=False)  # what the sampler may use
-    settled: dict[int, tuple[int, bool]] = field(default_factory=dict, init=False)
-    """By client the round of its last reply that is decided, and whether it was taken."""
+    settled: dict[int, tuple[int, int]] = field(default_factory=dict, init=False)
+    """By client the round up to which its replies are decided, and the round of the last one that was taken."""
     touched: set[int] = field(default_factory=set, init=False)  # clients that may have something to keep
 
     def __post_init__(self) -> None:
@@ -223,8 +223,8 @@ class Coordinator:
             self.touched.add(client)
         if down is None:
             down = self.method.send(task, self.state.server, client)
-        settled, taken = self.settled.get(client, (0, True))
-        return Order(kind, task.round, client, down, run=self.run, settled=settled, taken=taken, **options)
+        decided, taken = self.settled.get(client, (0, 0))
+        return Order(kind, task.round, client, down, run=self.run, decided=decided, taken=taken, **options)
 
     def inspect(
         self, task: Task, orders: Iterable[Order], replies: Sequence[Reply]
@@ -275,10 +275,12 @@ class Coordinator:
         }
 
     def settle(self, round: int, cohort: Sequence[int], exchange: Exchange) -> None:
-        """Note for each client whether its reply was taken, so that its next order can say so."""
+        """Note for each client which of its replies was taken, so that its next order can say so."""
         enough = len(exchange.merged) >= self.aggregator.minimum
-        self.settled |= {k: (round, False) for k in cohort if k not in exchange.pending}
-        self.settled |= {reply.client: (reply.round, enough) for reply, _ in exchange.merged}
+        taken = {reply.client: reply.round for reply, _ in exchange.merged}
+        for k in {*cohort, *taken} - exchange.pending:
+            before = self.settled.get(k, (0, 0))[1]
+            self.settled[k] = max(round if k in cohort else 0, taken.get(k, 0)), taken[k] if enough and k in taken else before
 
     def remembered(self, cohort: list[int], exchange: Exchange) -> Record:
         """Return what samplers other than `uniform` use later."""

@@ -38,8 +38,8 @@ class Order:
     subset: Literal["head", "all"] = "all"  # what `tune` trains
     watch: bool = False  # `train` also scores the downloaded and the trained model
     run: int = 0
-    settled: int = 0  # the round of the client's last reply for which it is decided whether the server took it
-    taken: bool = True  # the decision
+    decided: int = 0  # of the client's replies up to this round it is decided whether the server took them
+    taken: int = 0  # the round of the last reply that it took; 0: none
 
 
 @dataclass(frozen=True)
