@@ -192,16 +192,16 @@ def test_published_sums_are_well_formed():
 
 
 def test_plain_lines_at_each_quarter():
-    said = []
-    show = lines(said.append)
+    written = []
+    show = lines(written.append)
     for done in range(0, 101, 5):
         show(".a.gz.123.part", done * 10**6, 100 * 10**6)
-    assert said == [f"downloading a.gz: {mb:.1f} of 100.0 MB" for mb in (0, 25, 50, 75, 100)]
-    said.clear()
-    show = lines(said.append)
+    assert written == [f"downloading a.gz: {mb:.1f} of 100.0 MB" for mb in (0, 25, 50, 75, 100)]
+    written.clear()
+    show = lines(written.append)
     show("b", 0, None)
     show("b", 5, None)
-    assert said == ["downloading b: 0.0 MB"]
+    assert written == ["downloading b: 0.0 MB"]
 
 
 def test_bar_on_a_terminal(small_mnist, tmp_path, monkeypatch):

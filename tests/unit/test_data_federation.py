@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
 
 from fedstill.core.errors import InputError
 from fedstill.data import Dataset, Federation, load, save_record
-from fedstill.data.split import Split, cut, official_test, parse_split
+from fedstill.data.split import SplitRatio, official_test, parse_split, split_indices
 
 
 def four(n=3, m=2, d=4, dtype=np.float32):
@@ -31,7 +32,7 @@ def test_from_arrays():
 
 
 @pytest.mark.parametrize(
-    ("given", "dtype", "scale"),
+    ("dtype", "expected", "scale"),
     [
         (np.float32, torch.float32, 1),
         (np.float64, torch.float64, 1),
@@ -41,10 +42,10 @@ def test_from_arrays():
         (">f4", torch.float32, 1),
     ],
 )
-def test_kinds_of_numbers(given, dtype, scale):
-    client = Federation.from_arrays([four(dtype=given)]).clients[0]
-    assert client.x_train.dtype == dtype
-    assert torch.equal(client.x_train, torch.full((3, 4), 1 / scale, dtype=dtype))
+def test_kinds_of_numbers(dtype, expected, scale):
+    client = Federation.from_arrays([four(dtype=dtype)]).clients[0]
+    assert client.x_train.dtype == expected
+    assert torch.equal(client.x_train, torch.full((3, 4), 1 / scale, dtype=expected))
 
 
 def test_float64_anywhere_makes_all_float64():
@@ -53,12 +54,12 @@ def test_float64_anywhere_makes_all_float64():
 
 
 def test_torch_tensors_and_no_shared_memory():
-    given = [torch.ones(3, 4, requires_grad=True), torch.arange(3), torch.zeros(2, 4).bfloat16(), torch.zeros(2)]
+    tensors = [torch.ones(3, 4, requires_grad=True), torch.arange(3), torch.zeros(2, 4).bfloat16(), torch.zeros(2)]
     plain = four()
-    fed = Federation.from_arrays([tuple(given), tuple(plain)])
+    fed = Federation.from_arrays([tuple(tensors), tuple(plain)])
     with torch.no_grad():
-        given[0].fill_(9)
-    given[1].fill_(9)
+        tensors[0].fill_(9)
+    tensors[1].fill_(9)
     plain[0].fill(9)
     plain[1].fill(9)
     for client in fed.clients:
@@ -69,8 +70,8 @@ def test_torch_tensors_and_no_shared_memory():
 
 def test_strided_views_are_accepted():
     base = np.arange(24, dtype=np.float32).reshape(4, 6)
-    given = (base[::-1, ::2], [0, 1, 0, 1], base.T[:2, :3], [0, 0])
-    assert Federation.from_arrays([given]).clients[0].x_train[0].tolist() == [18, 20, 22]
+    arrays = (base[::-1, ::2], [0, 1, 0, 1], base.T[:2, :3], [0, 0])
+    assert Federation.from_arrays([arrays]).clients[0].x_train[0].tolist() == [18, 20, 22]
 
 
 def test_hash_of_arrays_changes_with_the_data():
@@ -139,26 +140,26 @@ def test_from_arrays_refuses_the_rest():
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 98), st.integers(0, 98), st.integers(2, 400))
-def test_split_parts_are_disjoint_whole_and_never_empty(train, val, count):
+def test_splits_are_disjoint_complete_and_never_empty(train, val, count):
     val = min(val, 99 - train)
-    split = Split(train, val, 100 - train - val)
-    hand = np.arange(count) * 3
-    if count < split.least:
+    ratio = SplitRatio(train, val, 100 - train - val)
+    indices = np.arange(count) * 3
+    if count < ratio.min_samples:
         return
-    parts = cut(hand, split, 1, 2)
-    assert sorted(np.concatenate(parts).tolist()) == hand.tolist()
-    assert len(parts[0]) >= 1
-    assert len(parts[2]) >= 1
-    assert (len(parts[1]) >= 1) == (val > 0)
+    splits = split_indices(indices, ratio, 1, 2)
+    assert sorted(np.concatenate(splits).tolist()) == indices.tolist()
+    assert len(splits[0]) >= 1
+    assert len(splits[2]) >= 1
+    assert (len(splits[1]) >= 1) == (val > 0)
     if count >= 300:
-        for part, share in zip(parts, (train, val, 100 - train - val), strict=True):
-            assert abs(len(part) - count * share / 100) <= 2 or share < 1
+        for split, share in zip(splits, (train, val, 100 - train - val), strict=True):
+            assert abs(len(split) - count * share / 100) <= 2 or share < 1
 
 
 def test_split_sizes_by_hand():
     cases = {(10, "80/20"): [8, 0, 2], (10, "70/10/20"): [7, 1, 2], (2, "80/20"): [1, 0, 1], (3, "90/5/5"): [1, 1, 1]}
     for (count, text), sizes in cases.items():
-        assert [len(part) for part in cut(np.arange(count), parse_split(text), 0, 0)] == sizes
+        assert [len(split) for split in split_indices(np.arange(count), parse_split(text), 0, 0)] == sizes
 
 
 @pytest.mark.parametrize("text", ["80", "80/30", "0/100", "100/0", "a/b", "10/20/30/40", "-20/120", "", 80])
@@ -168,13 +169,13 @@ def test_split_refuses(text):
 
 
 def toy(train=200, test=50, classes=5, **more):
-    """Sample i of the training part is [i], of the test part [1000 + i]."""
+    """Sample i of the training split is [i], of the test split [1000 + i]."""
     x, t = (np.arange(n, dtype=np.float32)[:, None] + at for n, at in ((train, 0), (test, 1000)))
     return Dataset("toy", x, np.arange(train) % classes, classes, t, np.arange(test) % classes, **more)
 
 
-def values(fed, part):
-    return sorted(v for c in fed.clients for v in getattr(c, part).flatten().tolist())
+def values(fed, field):
+    return sorted(v for c in fed.clients for v in getattr(c, field).flatten().tolist())
 
 
 def test_pool_all_merges_and_splits():
@@ -190,7 +191,7 @@ def test_pool_all_merges_and_splits():
 
 def test_pool_train_keeps_the_official_test():
     fed = Federation.from_dataset(toy(), partition="iid", clients=5, pool="train", split="70/10/20")
-    assert sorted(v for part in ("train", "val", "test") for v in values(fed, f"x_{part}")) == list(range(200))
+    assert sorted(v for split in ("train", "val", "test") for v in values(fed, f"x_{split}")) == list(range(200))
     assert [len(c.y_val) for c in fed.clients] == [4] * 5
     assert fed.test[0].flatten().tolist() == list(range(1000, 1050))
     assert fed.counts().sum() == 200
@@ -218,6 +219,13 @@ def test_official_tests_by_hand():
     assert len(one) == 1
     with pytest.raises(InputError, match="no sample of client 7's classes"):
         official_test(np.array([1, 1]), np.array([0, 0]), 2, 2, 0, 7)
+
+
+@pytest.mark.parametrize("data", [TensorDataset(torch.zeros(4, 2), torch.zeros(4)), None, "digits"])
+def test_a_dataset_must_be_ours(data):
+    with pytest.raises(InputError, match=rf"dataset .*{type(data).__name__}.*from_arrays") as error:
+        Federation.from_dataset(data)
+    assert "\n" not in str(error.value)
 
 
 def test_official_needs_an_official_test():

@@ -76,8 +76,8 @@ def test_images_of_differing_sizes(tmp_path):
 def test_broken_images_are_named(tmp_path):
     path = tmp_path / "a" / "1.png"
     paint(path, 7, size=(64, 64))
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
     refused(tmp_path, "a whole image|a readable image", path)
     path.write_bytes(b"nothing")
     refused(tmp_path, "a readable image", path)

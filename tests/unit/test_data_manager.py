@@ -36,14 +36,14 @@ def test_bytes_give_back_what_the_data_set_made_of_them(channels: int, seed: int
     data = pictures(channels, seed)
     for source in (data, dataclasses.replace(data, mean=(), std=())):
         x = source.tensor(source.x)
-        found = _packed(x, torch.float32, source.mean, source.std)
-        assert found is not None
-        assert np.array_equal(found.raw.numpy(), source.x)
+        packed = _packed(x, torch.float32, source.mean, source.std)
+        assert packed is not None
+        assert np.array_equal(packed.raw.numpy(), source.x)
         rows = torch.tensor([[3, 1], [0, 59]])
-        assert torch.equal(found[rows], x[rows])
-        assert torch.equal(found[2:7], x[2:7])
-        assert (len(found), found.shape, found.dtype, found.device) == (60, x.shape, torch.float32, CPU)
-        again = found.over(found.tensors())
+        assert torch.equal(packed[rows], x[rows])
+        assert torch.equal(packed[2:7], x[2:7])
+        assert (len(packed), packed.shape, packed.dtype, packed.device) == (60, x.shape, torch.float32, CPU)
+        again = packed.over(packed.tensors())
         assert torch.equal(again[rows], x[rows])
         assert torch.equal(_packed(x, torch.float64, source.mean, source.std)[:], x.double())
 

@@ -23,7 +23,7 @@ def head(version=0x0100, order=b"IM", text=b"MATLAB 5.0 MAT-file"):
     return text.ljust(116) + bytes(8) + struct.pack("<H", version) + order
 
 
-def part(kind, raw, small=True):
+def item(kind, raw, small=True):
     if small and 0 < len(raw) <= 4:
         return struct.pack("<HH", kind, len(raw)) + raw.ljust(4, b"\0")
     return struct.pack("<II", kind, len(raw)) + raw + bytes(-len(raw) % 8)
@@ -32,14 +32,14 @@ def part(kind, raw, small=True):
 def element(name, array, *, packed=False, stored=None, small=True, flags=0, kind=None):
     """One variable; `stored` is the type on disk where it is not the variable's own."""
     data = array.astype(stored or array.dtype)
-    body = part(6, struct.pack("<II", (kind or KINDS[array.dtype.str[1:]]) | flags, 0))
-    body += part(5, struct.pack(f"<{array.ndim}i", *array.shape))
-    body += part(1, name.encode(), small)
-    body += part(TYPES[data.dtype.str[1:]], data.tobytes(order="F"), small)
-    whole = struct.pack("<II", 14, len(body)) + body
+    body = item(6, struct.pack("<II", (kind or KINDS[array.dtype.str[1:]]) | flags, 0))
+    body += item(5, struct.pack(f"<{array.ndim}i", *array.shape))
+    body += item(1, name.encode(), small)
+    body += item(TYPES[data.dtype.str[1:]], data.tobytes(order="F"), small)
+    matrix = struct.pack("<II", 14, len(body)) + body
     if not packed:
-        return whole
-    squeezed = zlib.compress(whole)
+        return matrix
+    squeezed = zlib.compress(matrix)
     return struct.pack("<II", 15, len(squeezed)) + squeezed
 
 
@@ -69,20 +69,20 @@ def test_every_numeric_array_comes_back(tmp_path_factory, kind, shape, packed, s
     array = rng.integers(0, 100, shape).astype(kind)
     path = tmp_path_factory.mktemp("mat") / "a.mat"
     write(path, element("other", np.ones((1, 1)), packed=packed), element("X", array, packed=packed, small=small))
-    found = matrices(path, ["X"])
-    assert found.keys() == {"X"}
-    assert found["X"].dtype == array.dtype
-    assert found["X"].shape == array.shape
-    assert np.array_equal(found["X"], array)
+    arrays = matrices(path, ["X"])
+    assert arrays.keys() == {"X"}
+    assert arrays["X"].dtype == array.dtype
+    assert arrays["X"].shape == array.shape
+    assert np.array_equal(arrays["X"], array)
 
 
 def test_numbers_may_be_stored_in_a_smaller_type(tmp_path):
     labels = np.array([[1.0], [10.0], [3.0]])
     path = write(tmp_path / "a.mat", element("y", labels, stored="u1"), element("X", labels, stored="u2", packed=True))
-    found = matrices(path, ["X", "y"])
-    assert found["y"].dtype == np.float64
-    assert found["y"].tolist() == labels.tolist()
-    assert found["X"].tolist() == labels.tolist()
+    arrays = matrices(path, ["X", "y"])
+    assert arrays["y"].dtype == np.float64
+    assert arrays["y"].tolist() == labels.tolist()
+    assert arrays["X"].tolist() == labels.tolist()
 
 
 def test_a_large_packed_array_is_read_in_pieces(tmp_path):
@@ -98,9 +98,9 @@ def test_scipy_writes_what_we_read(tmp_path):
     x, y = rng.integers(0, 256, (32, 32, 3, 7), dtype=np.uint8), rng.integers(1, 11, (7, 1)).astype(np.uint8)
     for packed in (False, True):
         io.savemat(tmp_path / "a.mat", {"text": "hello", "X": x, "y": y}, do_compression=packed)
-        found = matrices(tmp_path / "a.mat", ["X", "y"])
-        assert np.array_equal(found["X"], x)
-        assert np.array_equal(found["y"], y)
+        arrays = matrices(tmp_path / "a.mat", ["X", "y"])
+        assert np.array_equal(arrays["X"], x)
+        assert np.array_equal(arrays["y"], y)
 
 
 def test_a_variable_of_another_kind_is_passed_over_unless_it_is_wanted(tmp_path):
@@ -125,24 +125,33 @@ def test_broken_files_are_refused(tmp_path):
         ("version 0x0100", head(0x0200)),
         ("that holds X and y", head()),
         ("ends within a tag", head() + b"\x0e\0\0"),
-        ("an element of type 9", head() + part(9, bytes(8))),
+        ("an element of type 9", head() + item(9, bytes(8))),
         ("an element of 4294967295 bytes has 0", head() + b"\x0e\0\0\0\xff\xff\xff\xff"),
-        ("compressed element of type 9", head() + part(15, zlib.compress(part(9, bytes(8))))),
-        ("begin with their flags", head() + part(14, part(5, bytes(8)))),
-        ("two dimensions", head() + part(14, part(6, struct.pack("<II", 9, 0)) + part(5, struct.pack("<i", 3)))),
-        ("two dimensions", head() + part(14, part(6, struct.pack("<II", 9, 0)) + part(5, struct.pack("<ii", 3, -1)))),
-        ("at most 1024 bytes", head() + part(14, part(6, struct.pack("<II", 9, 0)) + part(5, bytes(2000)))),
+        ("compressed element of type 9", head() + item(15, zlib.compress(item(9, bytes(8))))),
+        ("begin with their flags", head() + item(14, item(5, bytes(8)))),
+        (
+            "two dimensions",
+            head() + item(14, item(6, struct.pack("<II", 9, 0)) + item(5, struct.pack("<i", 3))),
+        ),
+        (
+            "two dimensions",
+            head() + item(14, item(6, struct.pack("<II", 9, 0)) + item(5, struct.pack("<ii", 3, -1))),
+        ),
+        (
+            "at most 1024 bytes",
+            head() + item(14, item(6, struct.pack("<II", 9, 0)) + item(5, bytes(2000))),
+        ),
     ):
         path.write_bytes(raw)
         refused(path, says)
-    whole = element("X", ones)
+    data = element("X", ones)
     for says, bad in (
-        ("as many numbers as its dimensions", whole.replace(struct.pack("<ii", 4, 5), struct.pack("<ii", 4, 6))),
-        ("stored as numbers", whole.replace(struct.pack("<II", 2, 20), struct.pack("<II", 16, 20))),
-        ("whose small elements", whole.replace(struct.pack("<HH", 1, 1), struct.pack("<HH", 1, 7))),
-        ("ends where its tag says", struct.pack("<II", 14, len(whole)) + whole[8:] + bytes(8)),
+        ("as many numbers as its dimensions", data.replace(struct.pack("<ii", 4, 5), struct.pack("<ii", 4, 6))),
+        ("stored as numbers", data.replace(struct.pack("<II", 2, 20), struct.pack("<II", 16, 20))),
+        ("whose small elements", data.replace(struct.pack("<HH", 1, 1), struct.pack("<HH", 1, 7))),
+        ("ends where its tag says", struct.pack("<II", 14, len(data)) + data[8:] + bytes(8)),
     ):
-        assert bad != whole
+        assert bad != data
         path.write_bytes(head() + bad)
         refused(path, says, ["X"])
     refused(tmp_path, "a readable file")
@@ -154,16 +163,16 @@ def test_no_cut_and_no_flipped_byte_gets_through(tmp_path, packed):
     rng = np.random.Generator(np.random.Philox(key=5))
     array = rng.integers(0, 256, (4, 5), dtype=np.uint8)
     path = tmp_path / "a.mat"
-    whole = head() + element("X", array, packed=packed)
-    for length in range(len(whole)):
-        path.write_bytes(whole[:length])
+    data = head() + element("X", array, packed=packed)
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
         refused(path, "MATLAB 5 file", ["X"])
-    for at in range(124, len(whole)):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
+    for at in range(124, len(data)):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :])
         with contextlib.suppress(InputError):
-            found = matrices(path, ["X"])["X"]
-            assert found.size == array.size
-            assert not packed or np.array_equal(found, array)  # the sum at the end of a packed stream
+            arrays = matrices(path, ["X"])["X"]
+            assert arrays.size == array.size
+            assert not packed or np.array_equal(arrays, array)  # the sum at the end of a packed stream
 
 
 def house(path, count, zero=10, packed=True, seed=0, grey=None):

@@ -1,4 +1,4 @@
-"""The papers' own data sets, each on small files in its published layout; and what is said about broken ones."""
+"""The papers' own data sets, each on small files in its published layout, and the errors about broken ones."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def refused(source, root, says):
 # FEMNIST
 
 
-def leaf(path, hands, **more):
+def leaf(path, writers, **fields):
     """A file as LEAF writes it: each writer's labels; image j of a writer is all (j + 1)/100."""
-    data = {w: {"x": [[(j + 1) / 100] * 784 for j in range(len(ys))], "y": ys} for w, ys in hands.items()}
-    whole = {"users": list(hands), "num_samples": [len(ys) for ys in hands.values()], "user_data": data, **more}
+    data = {w: {"x": [[(j + 1) / 100] * 784 for j in range(len(ys))], "y": ys} for w, ys in writers.items()}
+    content = {"users": list(writers), "num_samples": [len(ys) for ys in writers.values()], "user_data": data, **fields}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(whole))
-    return whole
+    path.write_text(json.dumps(content))
+    return content
 
 
 @pytest.fixture
@@ -82,8 +82,8 @@ def test_femnist_letters(femnist):
 
 def test_broken_femnist_is_refused(femnist):
     path = femnist / "femnist/train/all_data_1_niid_0_keep_0_train_9.json"
-    whole = path.read_text()
-    path.write_text(whole[: len(whole) // 2])
+    text = path.read_text()
+    path.write_text(text[: len(text) // 2])
     refused("femnist", femnist, "a whole JSON file")
     path.write_text("[" * 100_000)
     refused("femnist", femnist, "a whole JSON file")
@@ -126,14 +126,14 @@ def domainnet(tmp_path):
     folder = tmp_path / "domainnet"
     classes = {0: "bird", 1: "axe", 2: "zebra"}
     for d, domain in enumerate(DOMAINS):
-        for part, files in (("train", (0, 1, 2)), ("test", (7,))):
+        for split, files in (("train", (0, 1, 2)), ("test", (7,))):
             labels = [k for k in classes if k < 2 or domain == "sketch"]
             lines = [f"{domain}/{classes[k]}/{domain}_{i}.png {k}" for k in labels for i in files]
             for line in lines:
                 paint(
                     folder / line.rpartition(" ")[0], 10 * d + int(line[-1]), size=(4, 5), colour=domain != "quickdraw"
                 )
-            (folder / f"{domain}_{part}.txt").write_text("\n".join(lines) + "\n")
+            (folder / f"{domain}_{split}.txt").write_text("\n".join(lines) + "\n")
     return tmp_path
 
 
@@ -170,7 +170,7 @@ def test_domainnet_ten_classes(domainnet):
 
 def test_broken_domainnet_is_refused(domainnet):
     path = domainnet / "domainnet/real_train.txt"
-    whole = path.read_text()
+    text = path.read_text()
     for line, says in (
         ("real/bird/real_0.png", "a label, with a space between"),
         ("real/bird/real_0.png x", "line 1 = .*a label"),
@@ -190,7 +190,7 @@ def test_broken_domainnet_is_refused(domainnet):
     path.unlink()
     refused("domainnet@4", domainnet, "domainnet#clipart,real")
     assert load("domainnet@4#sketch", domainnet).groups == ("sketch",)
-    path.write_text(whole)
+    path.write_text(text)
     image = domainnet / "domainnet/real/bird/real_0.png"
     paint(image, 3, size=(64, 64))
     refused("domainnet", domainnet, "or write PATH@32")
@@ -359,21 +359,21 @@ def test_real_cur(tmp_path):
 SPECIES = [(9, "Apis mellifera", "Insecta"), (4, "Turdus merula", "Aves"), (2, "Parus major", "Aves")]
 
 
-def inat(root, part, shown, **more):
+def inat(root, split, shown, **more):
     """`shown` are (id, category): file ID.png, painted with its id."""
     folder = root / "inaturalist"
     names = {c: f"{group}/{name}" for c, name, group in SPECIES}
     listed = [{"id": i, "file_name": f"train_val_images/{names[c]}/{i}.png", "width": 6} for i, c in shown]
     for image in listed:
         paint(folder / image["file_name"], image["id"], size=(6, 5))
-    whole = {
+    content = {
         "info": {},
         "images": listed,
         "categories": [{"id": c, "name": name, "supercategory": group} for c, name, group in SPECIES],
         "annotations": [{"id": k, "image_id": i, "category_id": c} for k, (i, c) in enumerate(shown)][::-1],
         **more,
     }
-    (folder / f"{part}2017.json").write_text(json.dumps(whole))
+    (folder / f"{split}2017.json").write_text(json.dumps(content))
 
 
 @pytest.fixture
@@ -441,8 +441,8 @@ def digits_five(tmp_path):
     (tmp_path / "mnist").mkdir()
     for stem, count, value in (("train", 40, 30), ("t10k", 5, 31)):
         images, labels = np.full((count, 28, 28), value, np.uint8), np.arange(count, dtype=np.uint8) % 10
-        for name, part in zip([s for s in STEMS if s.startswith(stem)], (images, labels), strict=True):
-            (tmp_path / "mnist" / name).write_bytes(idx_bytes(part))
+        for name, array in zip([s for s in STEMS if s.startswith(stem)], (images, labels), strict=True):
+            (tmp_path / "mnist" / name).write_bytes(idx_bytes(array))
     for name, shape, value in (("usps", (16, 16), 40), ("mnistm", (32, 32, 3), 50)):
         train, test = np.full((12, *shape), value, np.uint8), np.full((3, *shape), value + 1, np.uint8)
         np.savez(tmp_path / f"{name}.npz", train_x=train, train_y=np.arange(12) % 10, test_x=test, test_y=[7, 8, 9])
@@ -504,7 +504,7 @@ def test_what_cannot_be_joined_or_resized(digits_five, femnist):
     refused("svhn:", digits_five, "there is no option ''")
 
 
-# CIFAR that was cut between two records
+# CIFAR that was truncated between two records
 
 
 @pytest.mark.parametrize(
@@ -537,9 +537,9 @@ def test_a_cut_cifar100_file_is_noticed(tmp_path):
 
 
 def test_catalogue_lists_the_papers_sets(domainnet, femnist):
-    found = {entry.name: entry for entry in catalogue(domainnet)}
-    assert found["domainnet"].present
-    assert found["femnist"].present
-    assert not found["svhn"].present
-    assert found["flickr-aes"].files == (f"flickr-aes/{RATINGS}", "flickr-aes/40K")
-    assert {"synth", "real-cur", "histo-fed", "inaturalist"} <= found.keys()
+    entries = {entry.name: entry for entry in catalogue(domainnet)}
+    assert entries["domainnet"].present
+    assert entries["femnist"].present
+    assert not entries["svhn"].present
+    assert entries["flickr-aes"].files == (f"flickr-aes/{RATINGS}", "flickr-aes/40K")
+    assert {"synth", "real-cur", "histo-fed", "inaturalist"} <= entries.keys()

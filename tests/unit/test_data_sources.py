@@ -33,7 +33,7 @@ def idx_bytes(array):
 def mnist(tmp_path):
     """Twelve training and four test images; half of the files gzipped."""
     rng = np.random.Generator(np.random.Philox(key=1))
-    parts = [
+    arrays = [
         rng.integers(0, 256, (12, 28, 28), dtype=np.uint8),
         (np.arange(12) % 10).astype(np.uint8),
         rng.integers(0, 256, (4, 28, 28), dtype=np.uint8),
@@ -41,13 +41,13 @@ def mnist(tmp_path):
     ]
     folder = tmp_path / "mnist"
     folder.mkdir()
-    for stem, part in zip(STEMS, parts, strict=True):
-        raw = idx_bytes(part)
+    for stem, array in zip(STEMS, arrays, strict=True):
+        raw = idx_bytes(array)
         if stem.startswith("train"):
             (folder / f"{stem}.gz").write_bytes(gzip.compress(raw))
         else:
             (folder / stem).write_bytes(raw)
-    return tmp_path, parts
+    return tmp_path, arrays
 
 
 def test_digits_are_the_uci_test_part():
@@ -65,16 +65,16 @@ def test_digits_are_the_uci_test_part():
 
 
 def test_mnist_reads_gzip_and_plain(mnist):
-    root, parts = mnist
+    root, arrays = mnist
     data = load("mnist", root)
-    assert np.array_equal(data.x[:, 0], parts[0])
-    assert data.y.tolist() == parts[1].tolist()
-    assert np.array_equal(data.test_x[:, 0], parts[2])
+    assert np.array_equal(data.x[:, 0], arrays[0])
+    assert data.y.tolist() == arrays[1].tolist()
+    assert np.array_equal(data.test_x[:, 0], arrays[2])
     assert data.test_y.tolist() == [9, 0, 3, 3]
     assert data.classes == 10
-    assert data.mean[0] == pytest.approx(parts[0].mean() / 255)
-    assert data.std[0] == pytest.approx(parts[0].std() / 255)
-    want = (parts[0] / 255 - data.mean[0]) / data.std[0]
+    assert data.mean[0] == pytest.approx(arrays[0].mean() / 255)
+    assert data.std[0] == pytest.approx(arrays[0].std() / 255)
+    want = (arrays[0] / 255 - data.mean[0]) / data.std[0]
     np.testing.assert_allclose(data.tensors()[0][:, 0].numpy(), want, atol=1e-5)
 
 
@@ -94,22 +94,22 @@ def refused(name, root, says, path=None):
 
 
 def test_broken_idx_files_are_named(mnist):
-    root, parts = mnist
+    root, arrays = mnist
     path = root / "mnist" / f"{STEMS[0]}.gz"
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
     refused("mnist", root, "a whole gzip file", path)
-    path.write_bytes(whole[:-6] + b"xxxxxx")
+    path.write_bytes(content[:-6] + b"xxxxxx")
     refused("mnist", root, "a whole gzip file", path)
-    path.write_bytes(gzip.compress(idx_bytes(parts[1])))
+    path.write_bytes(gzip.compress(idx_bytes(arrays[1])))
     refused("mnist", root, "begins with 0x00000803", path)
-    path.write_bytes(gzip.compress(idx_bytes(parts[0])[:-1]))
+    path.write_bytes(gzip.compress(idx_bytes(arrays[0])[:-1]))
     refused("mnist", root, "9424 bytes long as its header says", path)  # 16 + 12 · 784
-    path.write_bytes(idx_bytes(parts[0])[:7])
+    path.write_bytes(idx_bytes(arrays[0])[:7])
     refused("mnist", root, "header of 16 bytes", path)
     path.write_bytes(b"")
     refused("mnist", root, "begins with", path)
-    path.write_bytes(idx_bytes(parts[0][:5]))
+    path.write_bytes(idx_bytes(arrays[0][:5]))
     refused("mnist", root, "one label for each of the 5 samples")
 
 
@@ -129,8 +129,8 @@ def test_cifar10(tmp_path):
     rng = np.random.Generator(np.random.Philox(key=2))
     pixels = rng.integers(0, 256, (12, 3, 32, 32), dtype=np.uint8)
     for i in range(5):
-        part = pixels[2 * i : 2 * i + 2]
-        (folder / f"data_batch_{i + 1}.bin").write_bytes(cifar_bytes([[i], [9 - i]], part))
+        chunk = pixels[2 * i : 2 * i + 2]
+        (folder / f"data_batch_{i + 1}.bin").write_bytes(cifar_bytes([[i], [9 - i]], chunk))
     test = folder / "test_batch.bin"
     test.write_bytes(cifar_bytes([[7], [0]], pixels[10:]))
     data = load("cifar10", tmp_path)
@@ -203,11 +203,11 @@ def test_domains_are_joined(mnist):
 
 
 def test_npz_of_ones_own(tmp_path):
-    path = tmp_path / "mine.npz"
+    path = tmp_path / "own.npz"
     x = np.linspace(0, 1, 12).reshape(4, 3)
     np.savez(path, x=x, y=np.array([0.0, 2.0, 1.0, 0.0]))
     data = load(path)
-    assert (data.name, data.classes, data.shape) == ("mine", 3, (3,))
+    assert (data.name, data.classes, data.shape) == ("own", 3, (3,))
     assert data.x.dtype == np.float32
     assert data.mean == ()  # a user's features are taken as they are
     assert data.tensors()[0].numpy().tolist() == x.astype(np.float32).tolist()
@@ -233,16 +233,16 @@ def test_npz_of_ones_own(tmp_path):
     ],
 )
 def test_npz_contents_are_checked(tmp_path, arrays, says):
-    path = tmp_path / "mine.npz"
+    path = tmp_path / "own.npz"
     np.savez(path, **arrays)
     refused(path, None, says, path)
 
 
 def test_broken_npz_files_are_named(tmp_path):
-    path = tmp_path / "mine.npz"
+    path = tmp_path / "own.npz"
     np.savez_compressed(path, x=np.arange(4000.0).reshape(-1, 4), y=np.zeros(1000, int))
-    whole = path.read_bytes()
-    for broken in (whole[: len(whole) // 2], b"", b"no zip at all", whole[:200] + b"?" * 50 + whole[250:]):
+    content = path.read_bytes()
+    for broken in (content[: len(content) // 2], b"", b"no zip at all", content[:200] + b"?" * 50 + content[250:]):
         path.write_bytes(broken)
         refused(path, None, "a whole npz file of plain arrays", path)
     buffer = io.BytesIO()
@@ -278,14 +278,14 @@ def test_root_is_argument_then_variable_then_home(monkeypatch, tmp_path):
 
 def test_catalogue_says_what_is_there(mnist):
     root, _ = mnist
-    found = {entry.name: entry for entry in catalogue(root)}
+    entries = {entry.name: entry for entry in catalogue(root)}
     small = {"digits", "mnist", "fmnist", "cifar10", "cifar100", "usps", "mnistm", "svhn", "synth", "synthetic"}
     large = {"femnist", "domainnet", "flickr-aes", "real-cur", "histo-fed", "inaturalist"}
-    assert small | large == set(found)
-    assert found["mnist"].present
-    assert found["digits"].present
-    assert not found["cifar10"].present
-    assert found["cifar10"].files[-1] == "cifar-10-batches-bin/test_batch.bin"
+    assert small | large == set(entries)
+    assert entries["mnist"].present
+    assert entries["digits"].present
+    assert not entries["cifar10"].present
+    assert entries["cifar10"].files[-1] == "cifar-10-batches-bin/test_batch.bin"
 
 
 def test_synthetic_has_the_published_shape():

@@ -242,7 +242,7 @@ def test_inverted_residuals_add_where_sizes_agree() -> None:
 
 def test_resnet_keeps_torchvisions_names() -> None:
     with torch.device("meta"):
-        found = set(models.MODELS["resnet18"][0]((3, 224, 224), 1000).state_dict())
+        names = set(models.MODELS["resnet18"][0]((3, 224, 224), 1000).state_dict())
 
     def norm(name: str) -> set[str]:
         return {f"{name}.{leaf}" for leaf in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
@@ -254,7 +254,7 @@ def test_resnet_keeps_torchvisions_names() -> None:
             expected |= {f"{at}.conv1.weight", f"{at}.conv2.weight"} | norm(f"{at}.bn1") | norm(f"{at}.bn2")
         if stage > 1:
             expected |= {f"layer{stage}.0.downsample.0.weight"} | norm(f"layer{stage}.0.downsample.1")
-    assert found == expected
+    assert names == expected
 
 
 def test_convolutions_start_from_hes_normal() -> None:

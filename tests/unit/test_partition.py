@@ -23,19 +23,19 @@ ALPHAS = st.floats(-3, 3).map(lambda e: 10.0**e)
 LABELS = st.integers(2, 300).flatmap(lambda n: st.lists(st.integers(0, 6), min_size=n, max_size=n).map(np.array))
 
 
-def covers(hands, count):
+def covers(indices, count):
     """Every sample exactly once."""
-    return sorted(np.concatenate(hands).tolist()) == list(range(count))
+    return sorted(np.concatenate(indices).tolist()) == list(range(count))
 
 
 @settings(max_examples=60, deadline=None)
 @given(y=LABELS, kind=st.sampled_from(["dirichlet", "balanced-dirichlet", "lognormal"]), alpha=ALPHAS, data=st.data())
 def test_real_valued_schemes_end_and_cover(y, kind, alpha, data):
     clients = data.draw(st.integers(1, len(y) // 2))
-    hands = deal(f"{kind}:{alpha}", y, clients, data.draw(st.integers(0, 2**31)), classes=10)
-    sizes = [len(hand) for hand in hands]
-    assert len(hands) == clients
-    assert covers(hands, len(y))
+    indices = deal(f"{kind}:{alpha}", y, clients, data.draw(st.integers(0, 2**31)), classes=10)
+    sizes = [len(own) for own in indices]
+    assert len(indices) == clients
+    assert covers(indices, len(y))
     assert min(sizes) >= 2
     if kind == "balanced-dirichlet":
         assert max(sizes) - min(sizes) <= 1
@@ -49,9 +49,9 @@ def test_iid_and_shards_cover_with_equal_sizes(y, data):
     clients = data.draw(st.integers(1, len(y) // 2))
     each = data.draw(st.integers(1, len(y) // clients))
     for text, slack in (("iid", 1), (f"shards:{each}", each)):
-        hands = deal(text, y, clients, 3)
-        sizes = [len(hand) for hand in hands]
-        assert covers(hands, len(y))
+        indices = deal(text, y, clients, 3)
+        sizes = [len(own) for own in indices]
+        assert covers(indices, len(y))
         assert max(sizes) - min(sizes) <= slack
 
 
@@ -61,28 +61,28 @@ def test_classes_gives_exactly_s_classes(y, data):
     clients = data.draw(st.integers(1, len(y) // 2))
     each = data.draw(st.integers(1, 7))
     try:
-        hands = deal(f"classes:{each}", y, clients, 5, classes=7)
+        indices = deal(f"classes:{each}", y, clients, 5, classes=7)
     except InputError:
         # refused only when there is no way: each holding needs ⌈2/S⌉ samples, a client holds a class once
         need = -(-2 // each)
         assert sum(min(clients, int(n) // need) for n in np.bincount(y, minlength=7)) < clients * each
         return
-    dealt = np.concatenate(hands)
+    dealt = np.concatenate(indices)
     assert len(set(dealt.tolist())) == len(dealt)
-    assert all(len(set(y[hand].tolist())) == each for hand in hands)
-    counts = np.stack([np.bincount(y[hand], minlength=7) for hand in hands])
+    assert all(len(set(y[own].tolist())) == each for own in indices)
+    counts = np.stack([np.bincount(y[own], minlength=7) for own in indices])
     for label, total in enumerate(np.bincount(y, minlength=7)):
-        held = counts[counts[:, label] > 0, label]
-        assert held.sum() in (0, total)  # a class that is dealt is dealt whole, and evenly
-        assert len(held) == 0 or held.max() - held.min() <= 1
+        shares = counts[counts[:, label] > 0, label]
+        assert shares.sum() in (0, total)  # a class that is dealt is dealt whole, and evenly
+        assert len(shares) == 0 or shares.max() - shares.min() <= 1
 
 
 def test_classes_covers_every_class_when_there_are_places():
     y = np.repeat(np.arange(10), 30)
     for clients, each in ((5, 2), (10, 1), (7, 3), (20, 2)):
-        hands = deal(f"classes:{each}", y, clients, 0)
-        assert covers(hands, 300)
-        holders = np.stack([np.bincount(y[hand], minlength=10) > 0 for hand in hands]).sum(axis=0)
+        indices = deal(f"classes:{each}", y, clients, 0)
+        assert covers(indices, 300)
+        holders = np.stack([np.bincount(y[own], minlength=10) > 0 for own in indices]).sum(axis=0)
         assert holders.max() - holders.min() <= 1
     few = deal("classes:2", y, 3, 0)
     assert len(np.unique(y[np.concatenate(few)])) == 6
@@ -90,17 +90,17 @@ def test_classes_covers_every_class_when_there_are_places():
 
 def test_shards_on_sorted_labels_have_at_most_s_classes_when_shards_divide_classes():
     y = generator(0, "y").permutation(np.repeat(np.arange(10), 40))
-    hands = deal("shards:2", y, 10, 0)  # 20 shards of 20: two for each class
-    assert all(len(np.unique(y[hand])) <= 2 for hand in hands)
-    assert all(len(hand) == 40 for hand in hands)
+    indices = deal("shards:2", y, 10, 0)  # 20 shards of 20: two for each class
+    assert all(len(np.unique(y[own])) <= 2 for own in indices)
+    assert all(len(own) == 40 for own in indices)
 
 
 def test_small_alpha_is_skewed_and_large_alpha_is_even():
     y = np.repeat(np.arange(10), 600)
     for kind in ("dirichlet", "balanced-dirichlet"):
-        skewed = [len(np.unique(y[hand])) for hand in deal(f"{kind}:0.01", y, 20, 0)]
+        skewed = [len(np.unique(y[own])) for own in deal(f"{kind}:0.01", y, 20, 0)]
         assert np.mean(skewed) < 4
-        even = np.stack([np.bincount(y[hand], minlength=10) for hand in deal(f"{kind}:1000", y, 20, 0)])
+        even = np.stack([np.bincount(y[own], minlength=10) for own in deal(f"{kind}:1000", y, 20, 0)])
         assert even.min() > 15  # the mean is 30
 
 
@@ -121,7 +121,7 @@ def test_dirichlet_shares_are_finite_at_any_alpha(alpha):
 
 
 def test_lognormal_sizes_have_the_spread_of_a_lognormal():
-    sizes = np.array([len(hand) for hand in deal("lognormal:0.5", np.zeros(1_000_000, int), 2000, 0)])
+    sizes = np.array([len(own) for own in deal("lognormal:0.5", np.zeros(1_000_000, int), 2000, 0)])
     assert np.log(sizes - 2).std() == pytest.approx(0.5, abs=0.03)
 
 
@@ -149,8 +149,8 @@ def test_domain_and_owner_follow_the_data():
     group = np.array([5, 2, 2, 5, 9, 9, 9])
     y = np.zeros(7, int)
     for kind in ("domain", "owner"):
-        hands = deal(kind, y, None, 0, domain=group, owner=group)
-        assert [hand.tolist() for hand in hands] == [[1, 2], [0, 3], [4, 5, 6]]
+        indices = deal(kind, y, None, 0, domain=group, owner=group)
+        assert [own.tolist() for own in indices] == [[1, 2], [0, 3], [4, 5, 6]]
 
 
 PINNED = {  # these change only when a partition's algorithm does, and then saved experiments no longer match
@@ -265,7 +265,7 @@ def test_more_refusals():
 def saved(tmp_path):
     record = Record("iid", None, 2, 0, "toy", 6, ((0, 1, 5), (2, 3)))
     path = tmp_path / "partition.json"
-    save_record(record.as_dict(), path)
+    save_record(record.to_dict(), path)
     return record, path
 
 
@@ -274,8 +274,8 @@ def test_record_round_trip(saved):
     assert load_record(path) == record
     assert json.loads(path.read_text())["hash"] == record.hash
     assert [p.name for p in path.parent.iterdir()] == ["partition.json"]
-    hands = deal(f"file:{path}", np.zeros(6), None, 0)
-    assert [hand.tolist() for hand in hands] == [[0, 1, 5], [2, 3]]
+    indices = deal(f"file:{path}", np.zeros(6), None, 0)
+    assert [own.tolist() for own in indices] == [[0, 1, 5], [2, 3]]
 
 
 def test_file_partition_must_fit(saved):
@@ -303,7 +303,7 @@ def test_file_partition_must_fit(saved):
 )
 def test_corrupt_record_is_refused(saved, change, says):
     record, path = saved
-    path.write_text(json.dumps(record.as_dict() | change))
+    path.write_text(json.dumps(record.to_dict() | change))
     with pytest.raises(InputError, match=says) as caught:
         load_record(path)
     assert str(path) in str(caught.value)

@@ -1,4 +1,4 @@
-"""Data: sources, partitions, and the federation that they make."""
+"""Data: sources, partitions, and the federation made from them."""
 
 from .dataset import Dataset
 from .federation import Client, Federation

@@ -1,4 +1,4 @@
-"""A user's arrays as tensors of our own: checked, copied, named in every complaint."""
+"""Convert a user's arrays to tensors: checked, copied, and named in every error."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ..core.errors import InputError, Shown
 from .dataset import Array, targets
 
 
-def _array(where: str, given: Any) -> Array:
-    """The given thing as a numpy array that may still share memory with it."""
-    if isinstance(given, torch.Tensor):
-        kept = given.detach().cpu()
-        return np.asarray((kept.float() if kept.dtype == torch.bfloat16 else kept).numpy())
+def _array(where: str, value: Any) -> Array:
+    """Return the value as a numpy array, which may share memory with it."""
+    if isinstance(value, torch.Tensor):
+        tensor = value.detach().cpu()
+        return np.asarray((tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy())
     try:
-        return np.asarray(given)
+        return np.asarray(value)
     except (ValueError, TypeError) as error:
-        raise InputError(where, Shown(type(given).__name__), f"an array or a tensor ({error})") from None
+        raise InputError(where, Shown(type(value).__name__), f"an array or a tensor ({error})") from None
 
 
-def read_samples(where: str, given: Any) -> torch.Tensor:
-    """Samples as a new tensor: float64 kept, uint8 scaled to [0, 1], every other kind of number in float32."""
-    x = _array(where, given)
+def read_samples(where: str, value: Any) -> torch.Tensor:
+    """Return samples as a new tensor: float64 as it is, uint8 scaled to [0, 1], any other number as float32."""
+    x = _array(where, value)
     if x.dtype.kind not in "buif":
         raise InputError(where, Shown(f"an array of type {x.dtype}"), "numbers")
     if x.ndim < 2:
@@ -41,17 +41,17 @@ def read_samples(where: str, given: Any) -> torch.Tensor:
     return out
 
 
-def read_labels(where: str, given: Any, count: int, classes: int | None) -> torch.Tensor:
-    """Labels as a new int64 tensor, one for each of `count` samples."""
-    return torch.from_numpy(targets(where, _array(where, given), count, classes))
+def read_labels(where: str, value: Any, count: int, classes: int | None) -> torch.Tensor:
+    """Return labels as a new int64 tensor, one for each of `count` samples."""
+    return torch.from_numpy(targets(where, _array(where, value), count, classes))
 
 
 def check_same(xs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All samples with one shape and, where some are float64, all in float64."""
-    first, model = next(iter(xs.items()))
+    """Refuse samples of differing shapes; return all as float64 if some are."""
+    first_name, first = next(iter(xs.items()))
     for where, x in xs.items():
-        if x.shape[1:] != model.shape[1:]:
+        if x.shape[1:] != first.shape[1:]:
             shown = Shown(f"samples of shape {tuple(x.shape[1:])}")
-            raise InputError(where, shown, f"samples of shape {tuple(model.shape[1:])} as {first} is")
+            raise InputError(where, shown, f"samples of shape {tuple(first.shape[1:])} as {first_name} is")
     double = any(x.dtype == torch.float64 for x in xs.values())
     return {where: x.double() if double else x for where, x in xs.items()}

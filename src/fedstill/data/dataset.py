@@ -1,4 +1,4 @@
-"""A data set as it lies on disk, checked, and the one way its samples become tensors."""
+"""A checked data set in numpy arrays, and how its samples become tensors."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Floats = NDArray[np.float64]
 class Dataset:
     """Samples and labels of one source, before they are dealt to clients.
 
-    `x` is uint8 images (NCHW, 0 to 255) or float32 features; `test_x`, `test_y` the official test part where there is
-    one. `mean` and `std` are per channel, of x/255 for images and of x otherwise; empty means: leave x as it is.
-    `domain` and `owner` say for each training sample which domain it comes from and which client holds it,
-    `test_domain` and `test_owner` the same for the test part.
+    `x` is uint8 images (NCHW, 0 to 255) or float32 features; `test_x` and `test_y` are the official test split, where
+    there is one. `mean` and `std` are per channel, of x/255 for images and of x otherwise; empty means no normalisation.
+    `domain` and `owner` are the domain and the owning client of each training sample, `test_domain` and `test_owner`
+    those of each test sample.
     """
 
     name: str
@@ -42,13 +42,15 @@ class Dataset:
     groups: tuple[str, ...] = ()  # the domains' or owners' names
 
     def __post_init__(self) -> None:
-        for x, y, part in ((self.x, self.y, "x"), (self.test_x, self.test_y, "test_x")):
+        for x, y, field in ((self.x, self.y, "x"), (self.test_x, self.test_y, "test_x")):
             if x is None and y is None:
                 continue
             if x is None or y is None or len(x) != len(y) or len(x) == 0:
-                raise InputError(f"{self.name}.{part}", Shown("samples and labels that do not match"), "as many labels")
+                raise InputError(
+                    f"{self.name}.{field}", Shown("samples and labels that do not match"), "as many labels"
+                )
             if x.dtype not in (np.uint8, np.float32):
-                raise InputError(f"{self.name}.{part}", Shown(f"an array of type {x.dtype}"), "uint8 or float32")
+                raise InputError(f"{self.name}.{field}", Shown(f"an array of type {x.dtype}"), "uint8 or float32")
 
     def __len__(self) -> int:
         return len(self.x)
@@ -59,7 +61,7 @@ class Dataset:
         return tuple(self.x.shape[1:])
 
     def tensor(self, x: Array) -> torch.Tensor:
-        """Samples of this set as a new, normalised float32 tensor."""
+        """Return samples of this set as a new, normalised float32 tensor."""
         out = torch.from_numpy(np.array(x, dtype=np.float32, order="C"))
         if x.dtype == np.uint8:
             out.div_(255)
@@ -69,32 +71,32 @@ class Dataset:
         return out
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The whole training part as normalised samples and int64 labels."""
+        """Return the training split as normalised samples and int64 labels."""
         return self.tensor(self.x), torch.from_numpy(self.y.copy())
 
     def test_tensors(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The whole official test part, or None where there is none."""
+        """Return the official test split, or None where there is none."""
         if self.test_x is None or self.test_y is None:
             return None
         return self.tensor(self.test_x), torch.from_numpy(self.test_y.copy())
 
     def like(self, other: Dataset) -> Dataset:
-        """These samples normalised as another set is: an external test set as what the models were trained on."""
+        """Return this set normalised as another is, to test models that were trained on the other."""
         if self.shape != other.shape or self.classes != other.classes:
             shown = Shown(f"samples {self.shape} of {self.classes} classes")
             raise InputError(self.name, shown, f"{other.shape} of {other.classes} classes as {other.name} is")
         return replace(self, mean=other.mean, std=other.std)
 
     def pooled(self) -> Dataset:
-        """The official training and test parts as one, in that order."""
+        """Return the set with the official test split appended to the training split."""
         if self.test_x is None or self.test_y is None:
             return self
         return replace(
             self,
             x=np.concatenate([self.x, self.test_x]),
             y=np.concatenate([self.y, self.test_y]),
-            domain=_joined(self.domain, self.test_domain),
-            owner=_joined(self.owner, self.test_owner),
+            domain=_concatenate(self.domain, self.test_domain),
+            owner=_concatenate(self.owner, self.test_owner),
             test_x=None,
             test_y=None,
             test_domain=None,
@@ -102,12 +104,12 @@ class Dataset:
         )
 
 
-def _joined(train: Ints | None, test: Ints | None) -> Ints | None:
+def _concatenate(train: Ints | None, test: Ints | None) -> Ints | None:
     return None if train is None or test is None else np.concatenate([train, test])
 
 
 def samples(where: str, x: Array) -> Array:
-    """Samples in the layout of a Dataset: uint8 or finite float32, images NCHW."""
+    """Return samples in the layout of a Dataset: uint8 or finite float32, images NCHW."""
     if x.dtype.kind not in "buif":
         raise InputError(where, Shown(f"samples of type {x.dtype}"), "numbers")
     if x.ndim < 2 or 0 in x.shape:
@@ -126,39 +128,37 @@ def samples(where: str, x: Array) -> Array:
     return x
 
 
-MOST_CLASSES = 1_000_000  # a label beyond is a mistake, and would ask for a table of that size
+MAX_CLASSES = 1_000_000  # a label beyond it is a mistake, and would need a table of that size
 
 
 def targets(where: str, y: Array, count: int, classes: int | None = None) -> Ints:
-    """Labels as int64: one a sample, whole, at least 0, and below `classes` where the classes are known."""
+    """Return labels as int64, checked: one per sample, integers from 0 to `classes` − 1 (None: not known)."""
     if y.shape != (count,):
         raise InputError(where, Shown(f"labels of shape {y.shape}"), f"one label for each of the {count} samples")
     if y.dtype.kind not in "buif":
         raise InputError(where, Shown(f"labels of type {y.dtype}"), "whole numbers")
-    below = MOST_CLASSES if classes is None else classes
+    limit = MAX_CLASSES if classes is None else classes
     # a NaN fails every comparison, so it is caught here as well
-    good = (y >= 0) & (y < below) & (np.mod(y, 1) == 0) if y.dtype.kind == "f" else (y >= 0) & (y < below)
-    if not good.all():
-        first = int(np.flatnonzero(~good)[0])
-        top = f" and below {below:,}"
-        raise InputError(
-            where, Shown(f"label {y[first].item()} of sample {first}"), f"a whole number of at least 0{top}"
-        )
+    valid = (y >= 0) & (y < limit) & (np.mod(y, 1) == 0) if y.dtype.kind == "f" else (y >= 0) & (y < limit)
+    if not valid.all():
+        first = int(np.flatnonzero(~valid)[0])
+        shown = Shown(f"label {y[first].item()} of sample {first}")
+        raise InputError(where, shown, f"a whole number of at least 0 and below {limit:,}")
     return y.astype(np.int64)
 
 
 def moments(x: Array) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation per channel of x/255, from exact counts of uint8 values."""
+    """Return the mean and standard deviation per channel of x/255, from exact counts of uint8 values."""
     mean, std, values = [], [], np.arange(256) / 255
     for channel in range(x.shape[1]):
         counts = np.zeros(256, np.int64)
-        for start in range(0, len(x), 4096):  # in pieces: bincount widens its input to eight bytes a value
+        for start in range(0, len(x), 4096):  # in chunks: bincount widens its input to eight bytes a value
             counts += np.bincount(x[start : start + 4096, channel].reshape(-1), minlength=256)
         share = counts / counts.sum()
-        centre = float((share * values).sum())
-        spread = float(np.sqrt((share * (values - centre) ** 2).sum()))
-        mean.append(centre)
-        std.append(spread if spread > 1e-12 else 1.0)  # a constant channel stays constant instead of dividing by 0
+        channel_mean = float((share * values).sum())
+        channel_std = float(np.sqrt((share * (values - channel_mean) ** 2).sum()))
+        mean.append(channel_mean)
+        std.append(channel_std if channel_std > 1e-12 else 1.0)  # a constant channel is not divided by 0
     return tuple(mean), tuple(std)
 
 
@@ -169,9 +169,9 @@ def dataset(
     y: Array,
     test: tuple[Array, Array] | None = None,
     classes: int | None = None,
-    **more: Any,
+    **fields: Any,
 ) -> Dataset:
-    """A checked Dataset from raw arrays; `where` names the file or folder in an error."""
+    """Build a checked Dataset from raw arrays; `where` names the file or folder in an error."""
     train_x = samples(where, x)
     train_y = targets(where, y, len(train_x), classes)
     test_x = test_y = None
@@ -182,6 +182,6 @@ def dataset(
             raise InputError(where, Shown(shown), f"{train_x.shape[1:]} {train_x.dtype} as the training samples are")
         test_y = targets(where, test[1], len(test_x), classes)
     if classes is None:
-        classes = 1 + max(int(part.max()) for part in (train_y, test_y) if part is not None)
+        classes = 1 + max(int(y.max()) for y in (train_y, test_y) if y is not None)
     mean, std = moments(train_x) if train_x.dtype == np.uint8 else ((), ())
-    return Dataset(name, train_x, train_y, classes, test_x, test_y, mean, std, **more)
+    return Dataset(name, train_x, train_y, classes, test_x, test_y, mean, std, **fields)

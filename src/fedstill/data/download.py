@@ -1,4 +1,4 @@
-"""Well-known data sets fetched from their publishers: checked against the published MD5 sums before they are kept."""
+"""Download well-known data sets from their publishers, checked against the published MD5 sums."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ..core.errors import InputError
 
 Progress = Callable[[str, int, int | None], None]  # file name, bytes so far, bytes in all (where the server says)
 
-TIMEOUT = 10.0  # seconds to connect, and between two pieces
+TIMEOUT = 10.0  # seconds to connect, and between two chunks
 
 
 @dataclass(frozen=True)
 class Remote:
     """Where a data set is published: base addresses in the order to try, and each file's MD5 sum.
 
-    `folder` is the place of the files under the root; `members` names, for each archive, the files to take out of it.
+    `folder` is the files' folder under the root; `members` names, for each archive, the files to extract.
     """
 
     bases: tuple[str, ...]
@@ -35,8 +35,8 @@ class Remote:
     folder: str = ""
     members: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def wanted(self) -> list[str]:
-        """The files that end up under the root."""
+    def targets(self) -> list[str]:
+        """Return the files that end up under the root."""
         return [f"{self.folder}{name}" for file in self.files for name in self.members.get(file, (file,))]
 
 
@@ -87,7 +87,7 @@ REMOTES: dict[str, Remote] = {
 
 
 def fetch(name: str, root: Path, progress: Progress | None = None) -> None:
-    """Bring what is missing of a data set under the root.
+    """Download the files of a data set that are missing under the root.
 
     The variable FEDSTILL_MIRROR replaces the publishers' addresses; a mirror holds the files as MIRROR/NAME/FILE.
     """
@@ -97,83 +97,83 @@ def fetch(name: str, root: Path, progress: Progress | None = None) -> None:
     if mirror and not mirror.startswith(("http://", "https://")):
         raise InputError("FEDSTILL_MIRROR", mirror, "an address that begins with http:// or https://")
     folder = root / remote.folder
-    with _shown(progress) as show:
+    with _display(progress) as show:
         for file, md5 in remote.files.items():
             members = remote.members.get(file, ())
-            if all((folder / kept).exists() for kept in members or (file,)):
+            if all((folder / target).exists() for target in members or (file,)):
                 continue
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                _one(name, remote, [base + file for base in bases], folder / file, md5, show)
+                _download(name, remote, [base + file for base in bases], folder / file, md5, show)
                 if members:
                     _unpack(folder / file, members, folder)
             except OSError as error:
                 raise InputError("data", name, f"writable under {root} ({error.strerror or error})") from None
 
 
-def _one(name: str, remote: Remote, urls: list[str], to: Path, md5: str, show: Progress) -> None:
-    """Download one file into a temporary name and rename it once its sum is right."""
-    part = to.with_name(f".{to.name}.{os.getpid()}.part")
+def _download(name: str, remote: Remote, urls: list[str], to: Path, md5: str, show: Progress) -> None:
+    """Download one file under a temporary name and rename it once its checksum is right."""
+    partial = to.with_name(f".{to.name}.{os.getpid()}.part")
     reason = ""
     try:
         for url in urls:
             try:
-                found = _stream(url, part, show)
+                digest = _stream(url, partial, show)
             except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
                 reason = f"{url}: {getattr(error, 'reason', None) or error or type(error).__name__}"
                 continue
-            if found == md5:
-                os.replace(part, to)
+            if digest == md5:
+                os.replace(partial, to)
                 return
-            reason = f"{url}: the MD5 sum is {found}, not {md5}"
-        right = f"downloaded, which failed ({reason}); or put into {_root(to, remote)}: {', '.join(remote.wanted())}"
+            reason = f"{url}: the MD5 sum is {digest}, not {md5}"
+        right = f"downloaded, which failed ({reason}); or put into {_root(to, remote)}: {', '.join(remote.targets())}"
         raise InputError("data", name, right)
     finally:
-        part.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 def _root(to: Path, remote: Remote) -> Path:
-    """The root that a downloaded file's folder lies under."""
+    """Return the root above a downloaded file's folder."""
     return to.parent.parent if remote.folder else to.parent
 
 
 def _stream(url: str, to: Path, show: Progress) -> str:
-    """Write what the address gives to a file and return its MD5 sum."""
+    """Write the content of an address to a file and return its MD5 sum."""
     digest = hashlib.md5(usedforsecurity=False)
     with urllib.request.urlopen(url, timeout=TIMEOUT) as reply, to.open("wb") as file:
         length = reply.headers.get("Content-Length")
         total, done = int(length) if length else None, 0
         show(to.name, 0, total)
-        while piece := reply.read(1 << 18):
-            file.write(piece)
-            digest.update(piece)
-            done += len(piece)
+        while chunk := reply.read(1 << 18):
+            file.write(chunk)
+            digest.update(chunk)
+            done += len(chunk)
             show(to.name, done, total)
     return digest.hexdigest()
 
 
 def _unpack(archive: Path, members: tuple[str, ...], to: Path) -> None:
-    """Take exactly the named regular files out of an archive, then remove it."""
+    """Extract exactly the named regular files from an archive, then remove it."""
     try:
         with tarfile.open(archive, "r:gz") as tar:
-            left = set(members)
+            remaining = set(members)
             for entry in tar:
-                if entry.name not in left or not entry.isfile():
+                if entry.name not in remaining or not entry.isfile():
                     continue  # nothing but the names we know is ever written, so no entry can point elsewhere
                 source = tar.extractfile(entry)
                 assert source is not None  # it is a regular file
                 target = to / entry.name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                part = target.with_name(f".{target.name}.{os.getpid()}.part")
+                partial = target.with_name(f".{target.name}.{os.getpid()}.part")
                 try:
-                    with source, part.open("wb") as file:
+                    with source, partial.open("wb") as file:
                         shutil.copyfileobj(source, file)
-                    os.replace(part, target)
+                    os.replace(partial, target)
                 finally:
-                    part.unlink(missing_ok=True)
-                left.discard(entry.name)
-        if left:
-            raise InputError("data file", str(archive), f"an archive that holds {', '.join(sorted(left))}")
+                    partial.unlink(missing_ok=True)
+                remaining.discard(entry.name)
+        if remaining:
+            raise InputError("data file", str(archive), f"an archive that holds {', '.join(sorted(remaining))}")
     except (tarfile.TarError, EOFError, zlib.error) as error:
         raise InputError("data file", str(archive), f"a whole tar.gz archive ({error})") from None
     finally:
@@ -181,8 +181,8 @@ def _unpack(archive: Path, members: tuple[str, ...], to: Path) -> None:
 
 
 @contextlib.contextmanager
-def _shown(progress: Progress | None) -> Iterator[Progress]:
-    """The given callback, else a bar on a terminal with rich, else plain lines."""
+def _display(progress: Progress | None) -> Iterator[Progress]:
+    """Yield the callback if there is one, else a progress bar on a terminal with rich, else plain lines."""
     if progress is not None:
         yield progress
         return
@@ -199,7 +199,7 @@ def _shown(progress: Progress | None) -> Iterator[Progress]:
 
                 def bar(file: str, done: int, total: int | None) -> None:
                     if file not in tasks:
-                        tasks[file] = live.add_task(_plain(file), total=total)
+                        tasks[file] = live.add_task(_final_name(file), total=total)
                     live.update(tasks[file], completed=done)
 
                 yield bar
@@ -208,20 +208,20 @@ def _shown(progress: Progress | None) -> Iterator[Progress]:
 
 
 def lines(write: Callable[[str], object] | None = None) -> Progress:
-    """A callback that writes a line at the start of a file and one at each further quarter."""
-    said: dict[str, int] = {}
-    put = write or (lambda line: print(line, file=sys.stderr, flush=True))
+    """Return a callback that writes a line at the start of a file and one at each further quarter."""
+    quarters: dict[str, int] = {}  # the last one written, by file
+    write_line = write or (lambda line: print(line, file=sys.stderr, flush=True))
 
     def show(file: str, done: int, total: int | None) -> None:
         quarter = 4 * done // total if total else 0
-        if said.get(file, -1) < quarter:
-            said[file] = quarter
+        if quarters.get(file, -1) < quarter:
+            quarters[file] = quarter
             of = f" of {total / 1e6:.1f}" if total else ""
-            put(f"downloading {_plain(file)}: {done / 1e6:.1f}{of} MB")
+            write_line(f"downloading {_final_name(file)}: {done / 1e6:.1f}{of} MB")
 
     return show
 
 
-def _plain(part: str) -> str:
-    """The file's name without the marks of its temporary name."""
-    return part.removeprefix(".").rsplit(".", 2)[0] if part.endswith(".part") else part
+def _final_name(name: str) -> str:
+    """Return the name that a file with a temporary name will have."""
+    return name.removeprefix(".").rsplit(".", 2)[0] if name.endswith(".part") else name

@@ -1,4 +1,4 @@
-"""Readers of files in the layout that their authors publish: IDX, CIFAR's binary records, npz."""
+"""Read files in the formats that their authors publish: IDX, CIFAR's binary records, npz."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import numpy as np
 from ..core.errors import InputError
 from .dataset import Array, Dataset, dataset
 
-IDX = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
-CIFAR_SAMPLE = 1000  # records up to which a file of CIFAR's is taken for a sample of it
+IDX = tuple(f"{subset}-{kind}-ubyte" for subset in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
+CIFAR_SAMPLE = 1000  # records up to which a file of CIFAR's counts as a sample of it
 
 
 def wrong(path: Path | str, right: str) -> InputError:
-    """The error for a file that cannot be read as what it should be."""
+    """Return the error for a file that is not what it should be."""
     return InputError("data file", str(path), right)
 
 
-def content(path: Path) -> bytes:
-    """The file's bytes, unpacked where it is gzip."""
+def read_bytes(path: Path) -> bytes:
+    """Return the file's bytes, decompressed where it is gzip."""
     try:
         raw = path.read_bytes()
-        # by content, since a browser may unpack a download and keep its name
+        # by content, since a browser may decompress a download and keep its name
         return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise wrong(path, f"a whole gzip file ({error})") from None
@@ -37,35 +37,35 @@ def content(path: Path) -> bytes:
 
 
 def idx(path: Path, dims: int) -> Array:
-    """An IDX file of unsigned bytes with `dims` dimensions, gzipped or not."""
-    raw = content(path)
+    """Read an IDX file of unsigned bytes with `dims` dimensions, gzipped or not."""
+    raw = read_bytes(path)
     magic = bytes([0, 0, 8, dims])
     if raw[:4] != magic:
         raise wrong(path, f"an IDX file that begins with 0x{magic.hex()} (this one begins with 0x{raw[:4].hex()})")
-    head = 4 + 4 * dims
-    if len(raw) < head:
-        raise wrong(path, f"an IDX file with a header of {head} bytes (this one has {len(raw)})")
+    header = 4 + 4 * dims
+    if len(raw) < header:
+        raise wrong(path, f"an IDX file with a header of {header} bytes (this one has {len(raw)})")
     shape = tuple(int(n) for n in np.frombuffer(raw, ">u4", dims, 4))
     size = 1
     for n in shape:
         size *= n
-    if len(raw) != head + size:
-        raise wrong(path, f"{head + size} bytes long as its header says (it has {len(raw)})")
-    return np.frombuffer(raw, np.uint8, offset=head).reshape(shape)
+    if len(raw) != header + size:
+        raise wrong(path, f"{header + size} bytes long as its header says (it has {len(raw)})")
+    return np.frombuffer(raw, np.uint8, offset=header).reshape(shape)
 
 
 def idx_set(name: str, folder: Path) -> Dataset:
-    """MNIST and its relatives: four IDX files in one folder."""
-    parts = []
+    """Read MNIST or one of its relatives: four IDX files in one folder."""
+    arrays = []
     for stem in IDX:
         path = next((p for p in (folder / f"{stem}.gz", folder / stem) if p.exists()), folder / f"{stem}.gz")
-        parts.append(idx(path, 3 if "images" in stem else 1))
-    return dataset(name, str(folder), parts[0], parts[1], (parts[2], parts[3]), classes=10)
+        arrays.append(idx(path, 3 if "images" in stem else 1))
+    return dataset(name, str(folder), arrays[0], arrays[1], (arrays[2], arrays[3]), classes=10)
 
 
 def cifar(path: Path, label_bytes: int) -> tuple[Array, Array]:
-    """CIFAR's binary records: the label bytes (the last is the one to learn), then 3 × 32 × 32 pixels."""
-    raw = content(path)
+    """Read CIFAR's binary records: the label bytes (the last is the one to learn), then 3 × 32 × 32 pixels."""
+    raw = read_bytes(path)
     record = label_bytes + 3072
     if not raw or len(raw) % record:
         raise wrong(path, f"a whole number of records of {record} bytes (it has {len(raw)} bytes)")
@@ -74,32 +74,32 @@ def cifar(path: Path, label_bytes: int) -> tuple[Array, Array]:
 
 
 def cifar_set(name: str, folder: Path, train: Sequence[str], test: str, label_bytes: int, classes: int) -> Dataset:
-    """CIFAR-10 or CIFAR-100 from the binary version's files: 50,000 training and 10,000 test records in all.
+    """Read CIFAR-10 or CIFAR-100 from the binary version's files: 50,000 training and 10,000 test records in total.
 
-    The format has no header, so a file that was cut between two records is told by its number of records alone: all
-    files hold the published number, or all are samples of at most 1,000 that someone cut on purpose.
+    The format has no header, so a file truncated between two records is recognised by its number of records alone: all
+    files have the published number, or all are samples of at most 1,000 that someone took on purpose.
     """
-    parts = [cifar(folder / file, label_bytes) for file in (*train, test)]
+    files = [cifar(folder / file, label_bytes) for file in (*train, test)]
     published = [50_000 // len(train)] * len(train) + [10_000]
-    if any(len(y) > CIFAR_SAMPLE for _, y in parts):
-        for file, (_, y), count in zip((*train, test), parts, published, strict=True):
+    if any(len(y) > CIFAR_SAMPLE for _, y in files):
+        for file, (_, y), count in zip((*train, test), files, published, strict=True):
             if len(y) != count:
                 raise wrong(folder / file, f"{count} records long as it is published (it has {len(y)})")
-    x, y = (np.concatenate(column) for column in zip(*parts[:-1], strict=True))
-    return dataset(name, str(folder), x, y, parts[-1], classes=classes)
+    x, y = (np.concatenate(column) for column in zip(*files[:-1], strict=True))
+    return dataset(name, str(folder), x, y, files[-1], classes=classes)
 
 
 def npz(path: Path) -> dict[str, Array]:
-    """All arrays of an npz file; nothing in it is unpickled."""
+    """Read all arrays of an npz file; nothing in it is unpickled."""
     try:
         with path.open("rb") as file:
-            return arrays(file, str(path))
+            return npz_arrays(file, str(path))
     except OSError as error:
         raise wrong(path, f"a readable file ({error.strerror or error})") from None
 
 
-def arrays(file: IO[bytes], where: str) -> dict[str, Array]:
-    """All arrays of an open npz file."""
+def npz_arrays(file: IO[bytes], where: str) -> dict[str, Array]:
+    """Read all arrays of an open npz file."""
     try:
         loaded = np.load(file, allow_pickle=False)
         if not isinstance(loaded, np.lib.npyio.NpzFile):
@@ -112,25 +112,25 @@ def arrays(file: IO[bytes], where: str) -> dict[str, Array]:
         raise wrong(where, f"a whole npz file of plain arrays ({error})") from None
 
 
-def split_arrays(where: str, found: dict[str, Array]) -> tuple[Array, Array, tuple[Array, Array] | None]:
-    """Training samples, labels and, where there is one, the test part of an npz file's arrays."""
-    if {"train_x", "train_y"} <= found.keys():
-        test = (found["test_x"], found["test_y"]) if {"test_x", "test_y"} <= found.keys() else None
-        return found["train_x"], found["train_y"], test
-    if {"x", "y"} <= found.keys():
-        return found["x"], found["y"], None
-    has = ", ".join(sorted(found)) or "nothing"
+def split_arrays(where: str, arrays: dict[str, Array]) -> tuple[Array, Array, tuple[Array, Array] | None]:
+    """Return the training samples, the labels and the test split, if any, of an npz file's arrays."""
+    if {"train_x", "train_y"} <= arrays.keys():
+        test = (arrays["test_x"], arrays["test_y"]) if {"test_x", "test_y"} <= arrays.keys() else None
+        return arrays["train_x"], arrays["train_y"], test
+    if {"x", "y"} <= arrays.keys():
+        return arrays["x"], arrays["y"], None
+    has = ", ".join(sorted(arrays)) or "nothing"
     raise wrong(where, f"an npz file with x and y, or train_x, train_y, test_x and test_y (it holds {has})")
 
 
 def npz_set(name: str, path: Path, classes: int | None = None) -> Dataset:
-    """A data set from one npz file."""
+    """Read a data set from one npz file."""
     x, y, test = split_arrays(str(path), npz(path))
     return dataset(name, str(path), x, y, test, classes)
 
 
 def digits() -> Dataset:
-    """The 1,797 UCI digits that the package ships: 1 × 8 × 8, values 0 to 16."""
+    """Read the 1,797 UCI digits that the package ships: 1 × 8 × 8, values 0 to 16."""
     raw = resources.files(__package__).joinpath("digits", "digits.npz").read_bytes()
-    found = arrays(io.BytesIO(raw), "digits.npz")
-    return dataset("digits", "digits", found["x"], found["y"], classes=10)
+    arrays = npz_arrays(io.BytesIO(raw), "digits.npz")
+    return dataset("digits", "digits", arrays["x"], arrays["y"], classes=10)

@@ -2,8 +2,8 @@
 
 From `data/femnist` of the repository TalwalkarLab/leaf (preprocess/data_to_json.py): JSON files, at most 100 writers in
 each, of the form {users, num_samples, user_data: {user: {x: [[784 numbers from 0 to 1] …], y: [class …]}}}; classes 0–9
-are the digits, 10–35 the capitals, 36–61 the small letters. `preprocess.sh -s niid --sf 1.0 -k 0 -t sample` leaves them
-in `train/` and `test/`. `femnist:letters10` keeps the small letters a to j, numbered 0 to 9, as FedProx's FEMNIST does;
+are the digits, 10–35 the capitals, 36–61 the small letters. `preprocess.sh -s niid --sf 1.0 -k 0 -t sample` writes them
+to `train/` and `test/`. `femnist:letters10` has only the small letters a to j, numbered 0 to 9, as FedProx's FEMNIST;
 FedBSD says "10 handwritten letters" and not which.
 """
 
@@ -18,17 +18,17 @@ import numpy as np
 
 from ..core.errors import InputError, Shown
 from .dataset import Array, Dataset, Ints, dataset, samples, targets
-from .files import content, wrong
+from .files import read_bytes, wrong
 
 CHARACTERS = string.digits + string.ascii_uppercase + string.ascii_lowercase
 LETTERS10 = CHARACTERS.index("a")
 
-Hands = dict[str, tuple[Array, Ints]]  # each writer's images and labels
+Writers = dict[str, tuple[Array, Ints]]  # each writer's images and labels
 
 
 def femnist_set(name: str, folder: Path, letters10: bool = False) -> Dataset:
-    """FEMNIST, whole or its ten letters; writers are owners, those with training samples first."""
-    train, test = (_part(folder / part, letters10) for part in ("train", "test"))
+    """Read FEMNIST, or only ten letters of it; writers are owners, those with training samples first."""
+    train, test = (_read_split(folder / split, letters10) for split in ("train", "test"))
     if not train or not test:
         raise InputError("data", name, f"with samples of these classes in train and in test under {folder}")
     writers = [*train, *(writer for writer in test if writer not in train)]
@@ -48,39 +48,40 @@ def femnist_set(name: str, folder: Path, letters10: bool = False) -> Dataset:
     )
 
 
-def _owners(hands: Hands, numbers: dict[str, int]) -> Ints:
-    return np.repeat([numbers[w] for w in hands], [len(y) for _, y in hands.values()]).astype(np.int64)
+def _owners(writers: Writers, numbers: dict[str, int]) -> Ints:
+    return np.repeat([numbers[w] for w in writers], [len(y) for _, y in writers.values()]).astype(np.int64)
 
 
-def _part(folder: Path, letters10: bool) -> Hands:
-    """All writers of a folder's files that have a sample to keep."""
+def _read_split(folder: Path, letters10: bool) -> Writers:
+    """Read the writers of a folder's files, without those that have no sample of these classes."""
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     if not files:
         raise InputError("data", str(folder), "a folder with LEAF's json files")
-    hands: Hands = {}
-    seen: dict[str, Path] = {}
+    writers: Writers = {}
+    file_of: dict[str, Path] = {}
     for path in files:
-        for writer, (x, y) in _file(path).items():
-            if writer in seen:
-                raise wrong(path, f"one whose writers are in no other file ({writer} is also in {seen[writer].name})")
-            seen[writer] = path
+        for writer, (x, y) in _read_file(path).items():
+            if writer in file_of:
+                other = file_of[writer].name
+                raise wrong(path, f"one whose writers are in no other file ({writer} is also in {other})")
+            file_of[writer] = path
             if letters10:
-                kept = (y >= LETTERS10) & (y < LETTERS10 + 10)
-                x, y = x[kept], y[kept] - LETTERS10
+                selected = (y >= LETTERS10) & (y < LETTERS10 + 10)
+                x, y = x[selected], y[selected] - LETTERS10
             if len(y):
-                hands[writer] = x, y
-    return hands
+                writers[writer] = x, y
+    return writers
 
 
-def _file(path: Path) -> Hands:
-    """One file's writers; the numbers turn into arrays writer by writer, so that the text is the largest thing here."""
-    given = read_json(path)
-    users, counts, data = (given.get(key) for key in ("users", "num_samples", "user_data"))
+def _read_file(path: Path) -> Writers:
+    """Read one file's writers, converted to arrays one after another so that the parsed text dominates the memory."""
+    content = read_json(path)
+    users, counts, data = (content.get(key) for key in ("users", "num_samples", "user_data"))
     if not (isinstance(users, list) and isinstance(counts, list) and isinstance(data, dict)):
         raise wrong(path, "a JSON object with users, num_samples and user_data")
     if len(users) != len(counts) or set(map(str, users)) != set(data) or len(users) != len(data):
         raise wrong(path, "one whose users, num_samples and user_data name the same writers")
-    hands: Hands = {}
+    writers: Writers = {}
     for user, count in zip(map(str, users), counts, strict=True):
         where = f"{path}, writer {user}"
         own = data.pop(user)
@@ -95,23 +96,23 @@ def _file(path: Path) -> Hands:
         pixels = samples(where, pixels)
         if pixels.min() < 0 or pixels.max() > 1:
             raise InputError(where, Shown(f"x from {pixels.min():g} to {pixels.max():g}"), "numbers from 0 to 1")
-        hands[user] = pixels.reshape(-1, 1, 28, 28), targets(where, _array(where, y), count, len(CHARACTERS))
-    return hands
+        writers[user] = pixels.reshape(-1, 1, 28, 28), targets(where, _array(where, y), count, len(CHARACTERS))
+    return writers
 
 
-def _array(where: str, given: list[Any]) -> Array:
+def _array(where: str, values: list[Any]) -> Array:
     try:
-        return np.asarray(given)
+        return np.asarray(values)
     except ValueError:
         raise InputError(where, Shown("lists of differing lengths"), "images of 784 numbers") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds."""
+    """Read a JSON file that holds an object."""
     try:
-        given = json.loads(content(path))
+        value = json.loads(read_bytes(path))
     except (ValueError, RecursionError) as error:
         raise wrong(path, f"a whole JSON file ({error})") from None
-    if not isinstance(given, dict):
+    if not isinstance(value, dict):
         raise wrong(path, "a JSON file that holds an object")
-    return given
+    return value

@@ -1,10 +1,10 @@
-"""MATLAB's file format, level 5 (`save -v6` and `-v7`), as far as a data set of numbers needs it.
+"""Read MATLAB's file format, level 5 (`save -v6` and `-v7`), as far as a data set of numbers needs it.
 
 The layout is The MathWorks' "MAT-File Format" (R2014a, chapter 1): a header of 128 bytes (text, version 0x0100, `IM`
 where little-endian), then one element for each variable: a tag (type, number of bytes) and its data, where a compressed
 element is a zlib stream that holds one such element. A matrix is made of its flags, dimensions, name and numbers, each
 padded to eight bytes; the numbers are in column-major order and may be stored in a smaller type than the variable's.
-Read are real, full, numeric arrays in little-endian files; every other thing is refused, and nothing is unpickled.
+Real, full, numeric arrays in little-endian files can be read; anything else is refused, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -24,79 +24,79 @@ MATRIX, COMPRESSED = 14, 15
 STORED = {1: "i1", 2: "u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 7: "<f4", 9: "<f8", 12: "<i8", 13: "<u8"}
 CLASSES = {6: "f8", 7: "f4", 8: "i1", 9: "u1", 10: "i2", 11: "u2", 12: "i4", 13: "u4", 14: "i8", 15: "u8"}
 COMPLEX = 0x0800
-PIECE = 1 << 20  # bytes that are read at a time
+CHUNK = 1 << 20  # bytes to read at a time
 
 
-class Broken(Exception):
-    """What is wrong with the bytes; the reader of the file says where."""
+class FormatError(Exception):
+    """What should be right about the bytes; the reader of the file adds its path."""
 
 
 class Stream:
-    """The bytes of one element, plain or unpacked as they are read, never more than the element has."""
+    """The bytes of one element, decompressed while they are read where `compressed`; never more than the element has."""
 
-    def __init__(self, file: IO[bytes], size: int, packed: bool) -> None:
+    def __init__(self, file: IO[bytes], size: int, compressed: bool) -> None:
         self.file, self.size = file, size
-        self.unpack = zlib.decompressobj() if packed else None
+        self.decompressor = zlib.decompressobj() if compressed else None
 
     def take(self, count: int) -> bytes:
-        """Exactly so many bytes."""
+        """Read exactly `count` bytes."""
         out = bytearray(count)
         self.fill(memoryview(out))
         return bytes(out)
 
     def fill(self, into: memoryview) -> None:
-        """Bytes until `into` is full."""
+        """Read bytes until `into` is full."""
         done = 0
         while done < len(into):
-            piece = self._some(min(PIECE, len(into) - done))
-            if not piece:
-                raise Broken("whole: an element ends too early")
-            into[done : done + len(piece)] = piece
-            done += len(piece)
+            chunk = self._read(min(CHUNK, len(into) - done))
+            if not chunk:
+                raise FormatError("whole: an element ends too early")
+            into[done : done + len(chunk)] = chunk
+            done += len(chunk)
 
     def end(self) -> None:
-        """Check that nothing is left; reading on to the end of a packed stream checks its sum as well."""
-        if self._some(1):
-            raise Broken("whose elements end where their tags say")
-        if self.unpack is not None and not self.unpack.eof:
-            raise Broken("whole: a compressed element ends too early")
+        """Check that nothing is left; reading a compressed stream to its end verifies its checksum as well."""
+        if self._read(1):
+            raise FormatError("whose elements end where their tags say")
+        if self.decompressor is not None and not self.decompressor.eof:
+            raise FormatError("whole: a compressed element ends too early")
 
-    def _some(self, most: int) -> bytes:
-        if self.unpack is None:
-            return self._raw(most)
-        while not self.unpack.eof:
-            raw = self.unpack.unconsumed_tail or self._raw(PIECE)
-            piece = self.unpack.decompress(raw, most)
-            if piece or not (raw or self.unpack.eof):
-                return piece
+    def _read(self, most: int) -> bytes:
+        if self.decompressor is None:
+            return self._read_raw(most)
+        while not self.decompressor.eof:
+            raw = self.decompressor.unconsumed_tail or self._read_raw(CHUNK)
+            chunk = self.decompressor.decompress(raw, most)
+            if chunk or not (raw or self.decompressor.eof):
+                return chunk
         return b""
 
-    def _raw(self, most: int) -> bytes:
+    def _read_raw(self, most: int) -> bytes:
         raw = self.file.read(min(most, self.size))
         self.size -= len(raw)
         return raw
 
 
 def matrices(path: Path, names: Iterable[str]) -> dict[str, Array]:
-    """The named variables of a MATLAB file, in MATLAB's shapes (column-major); others in the file are passed over."""
+    """Read the named variables of a MATLAB file, in MATLAB's shapes (column-major), and skip the others."""
     wanted = set(names)
-    found: dict[str, Array] = {}
+    arrays: dict[str, Array] = {}
     try:
         with path.open("rb") as file:
             length = file.seek(0, 2)
             file.seek(0)
-            _head(file.read(128))
-            while wanted - found.keys() and file.tell() < length:
+            _check_header(file.read(128))
+            while wanted - arrays.keys() and file.tell() < length:
                 start = file.tell() + 8
-                kind, size = _words(file.read(8))
+                kind, size = _two_words(file.read(8))
                 if size > length - start:
-                    raise Broken(f"whole: an element of {size} bytes has {length - start}")
+                    raise FormatError(f"whole: an element of {size} bytes has {length - start}")
                 if kind not in (MATRIX, COMPRESSED):
-                    raise Broken(f"of matrices (it has an element of type {kind})")
+                    raise FormatError(f"of matrices (it has an element of type {kind})")
                 stream = Stream(file, size, kind == COMPRESSED)
-                name, array = _matrix(stream, size if kind == MATRIX else None, wanted)
+                name, array = _read_matrix(stream, size if kind == MATRIX else None, wanted)
                 if array is not None:
-                    found[name] = array
+                    arrays[name] = array
                 file.seek(start + size)
     except OSError as error:
         raise wrong(path, f"a readable file ({error.strerror or error})") from None
@@ -104,56 +104,56 @@ def matrices(path: Path, names: Iterable[str]) -> dict[str, Array]:
         raise wrong(path, f"a whole MATLAB 5 file ({error})") from None
     except MemoryError:
         raise wrong(path, "a MATLAB 5 file whose arrays fit into memory") from None
-    except Broken as error:
+    except FormatError as error:
         raise wrong(path, f"a MATLAB 5 file, {error}") from None
-    if missing := sorted(wanted - found.keys()):
+    if missing := sorted(wanted - arrays.keys()):
         raise wrong(path, f"a MATLAB 5 file that holds {' and '.join(missing)}")
-    return found
+    return arrays
 
 
-def _head(head: bytes) -> None:
-    if head.startswith(b"MATLAB 7.3"):
-        raise Broken("not one of version 7.3 (HDF5): save it with -v7")
-    if len(head) < 128 or head[126:] not in (b"IM", b"MI"):
-        raise Broken("which begins with a header of 128 bytes")
-    if head[124:] != b"\x00\x01IM":
-        raise Broken("little-endian and of version 0x0100")
+def _check_header(header: bytes) -> None:
+    if header.startswith(b"MATLAB 7.3"):
+        raise FormatError("not one of version 7.3 (HDF5): save it with -v7")
+    if len(header) < 128 or header[126:] not in (b"IM", b"MI"):
+        raise FormatError("which begins with a header of 128 bytes")
+    if header[124:] != b"\x00\x01IM":
+        raise FormatError("little-endian and of version 0x0100")
 
 
-def _words(raw: bytes) -> tuple[int, int]:
+def _two_words(raw: bytes) -> tuple[int, int]:
     if len(raw) < 8:
-        raise Broken("whole: it ends within a tag")
+        raise FormatError("whole: it ends within a tag")
     return int.from_bytes(raw[:4], "little"), int.from_bytes(raw[4:8], "little")
 
 
-def _matrix(stream: Stream, size: int | None, wanted: set[str]) -> tuple[str, Array | None]:
-    """Name and numbers of a matrix; the numbers are not read where the name is not wanted."""
+def _read_matrix(stream: Stream, size: int | None, wanted: set[str]) -> tuple[str, Array | None]:
+    """Read a matrix's name and, if it is wanted, its numbers."""
     if size is None:
-        kind, size = _words(stream.take(8))
+        kind, size = _two_words(stream.take(8))
         if kind != MATRIX:
-            raise Broken(f"of matrices (it has a compressed element of type {kind})")
-    kind, flags, used = _part(stream, 16)
+            raise FormatError(f"of matrices (it has a compressed element of type {kind})")
+    kind, flags, used = _subelement(stream, 16)
     if kind != 6 or len(flags) != 8:
-        raise Broken("whose matrices begin with their flags")
-    kind, raw, more = _part(stream, 1024)
-    used += more
+        raise FormatError("whose matrices begin with their flags")
+    kind, raw, length = _subelement(stream, 1024)
+    used += length
     dims = [int(n) for n in np.frombuffer(raw[: len(raw) // 4 * 4], "<i4")]
     if kind != 5 or len(raw) % 4 or len(dims) < 2 or min(dims) < 0:
-        raise Broken("whose matrices have at least two dimensions of at least 0")
-    kind, raw, more = _part(stream, 1024)
-    used += more
+        raise FormatError("whose matrices have at least two dimensions of at least 0")
+    kind, raw, length = _subelement(stream, 1024)
+    used += length
     name = raw.decode("ascii", "replace")
     if name not in wanted:
         return name, None
     word = int.from_bytes(flags[:4], "little")
     if word & 0xFF not in CLASSES or word & COMPLEX:
-        raise Broken(f"in which {name} is an array of real numbers")
+        raise FormatError(f"in which {name} is an array of real numbers")
     kind, bytes_, small = _tag(stream)
     if kind not in STORED:
-        raise Broken(f"in which {name} is stored as numbers (it is of type {kind})")
+        raise FormatError(f"in which {name} is stored as numbers (it is of type {kind})")
     stored = np.dtype(STORED[kind])
     if bytes_ != math.prod(dims) * stored.itemsize or (small is None and used + 8 + bytes_ > size):
-        raise Broken(f"in which {name} has as many numbers as its dimensions {dims} say")
+        raise FormatError(f"in which {name} has as many numbers as its dimensions {dims} say")
     out = np.empty(math.prod(dims), stored)
     if small is None:
         stream.fill(out.view(np.uint8).data)
@@ -162,30 +162,30 @@ def _matrix(stream: Stream, size: int | None, wanted: set[str]) -> tuple[str, Ar
         out.view(np.uint8)[:] = np.frombuffer(small[:bytes_], np.uint8)
         used += 8
     if not 0 <= size - used < 8:
-        raise Broken(f"in which {name} ends where its tag says")
+        raise FormatError(f"in which {name} ends where its tag says")
     stream.take(size - used)
     stream.end()
-    given = np.dtype(CLASSES[word & 0xFF])
-    return name, out.astype(given, copy=False).reshape(dims, order="F")
+    dtype = np.dtype(CLASSES[word & 0xFF])
+    return name, out.astype(dtype, copy=False).reshape(dims, order="F")
 
 
 def _tag(stream: Stream) -> tuple[int, int, bytes | None]:
-    """Type and number of bytes of a part, and its data where they are in the tag itself (at most four bytes)."""
+    """Read a subelement's type and number of bytes, and its data where the tag itself has them (at most four bytes)."""
     raw = stream.take(8)
-    first, size = _words(raw)
+    first, size = _two_words(raw)
     if first >> 16:
         if first >> 16 > 4:
-            raise Broken("whose small elements have at most 4 bytes")
+            raise FormatError("whose small elements have at most 4 bytes")
         return first & 0xFFFF, first >> 16, raw[4:]
     return first, size, None
 
 
-def _part(stream: Stream, most: int) -> tuple[int, bytes, int]:
-    """Type and data of a short part, and how many bytes it took with its tag and padding."""
+def _subelement(stream: Stream, most: int) -> tuple[int, bytes, int]:
+    """Read the type and data of a short subelement, and its length in bytes with tag and padding."""
     kind, size, small = _tag(stream)
     if small is not None:
         return kind, small[:size], 8
     if size > most:
-        raise Broken(f"whose flags, dimensions and names have at most {most} bytes")
+        raise FormatError(f"whose flags, dimensions and names have at most {most} bytes")
     padded = -(-size // 8) * 8
     return kind, stream.take(padded)[:size], 8 + padded

@@ -1,4 +1,4 @@
-"""Partitions: how a data set is dealt to clients, written as one word such as `dirichlet:0.1`."""
+"""Partitions of a data set among clients, written as one word such as `dirichlet:0.1`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ REAL = {
     "balanced-dirichlet": "ALPHA, a number above 0 and at most 1e6, for example balanced-dirichlet:0.1",
     "lognormal": "SIGMA, a number above 0 and at most 1e6, for example lognormal:1.0",
 }
-WHOLE = {
+INTEGER = {
     "shards": "the number of shards a client, at least 1, for example shards:2",
     "classes": "the number of classes a client, at least 1, for example classes:2",
 }
 BARE = ("iid", "domain", "owner")
-KINDS = (*REAL, *WHOLE, *BARE, "file")
+KINDS = (*REAL, *INTEGER, *BARE, "file")
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Partition:
             raise InputError("partition", str(self), f"{self.kind!r} without a parameter")
         if self.kind in REAL and not (number and 0 < float(value or 0) <= 1e6):
             raise InputError("partition", str(self), f"{self.kind}:{REAL[self.kind]}")
-        if self.kind in WHOLE and not (number and isinstance(value, int) and value >= 1):
-            raise InputError("partition", str(self), f"{self.kind}:{WHOLE[self.kind]}")
+        if self.kind in INTEGER and not (number and isinstance(value, int) and value >= 1):
+            raise InputError("partition", str(self), f"{self.kind}:{INTEGER[self.kind]}")
         if self.kind == "file" and not (isinstance(value, str) and value):
             raise InputError("partition", str(self), "file:PATH with the path of a saved partition.json")
 
@@ -52,7 +52,7 @@ class Partition:
 
 
 def parse(text: str | Partition) -> Partition:
-    """Read a partition.
+    """Parse a partition.
 
     >>> parse("dirichlet:0.1")
     Partition(kind='dirichlet', parameter=0.1)
@@ -65,8 +65,8 @@ def parse(text: str | Partition) -> Partition:
     if not colon:
         return Partition(kind)
     value: float | int | str = rest
-    with contextlib.suppress(ValueError):  # what is no number stays a text, which Partition refuses
-        value = float(rest) if kind in REAL else int(rest) if kind in WHOLE else rest
+    with contextlib.suppress(ValueError):  # what is not a number stays a string, which Partition refuses
+        value = float(rest) if kind in REAL else int(rest) if kind in INTEGER else rest
     return Partition(kind, value)
 
 
@@ -79,84 +79,86 @@ def deal(
     domain: Ints | None = None,
     owner: Ints | None = None,
     classes: int | None = None,
-    least: int = 2,
+    min_samples: int = 2,
 ) -> list[Ints]:
-    """The sorted indices of each client's samples; no sample is dealt twice, and every client gets at least `least`.
+    """Return the sorted indices of each client's samples; no sample is dealt twice, every client has `min_samples`.
 
-    All samples are dealt, except by `classes:S` (classes without a holder) and `file`. `clients` may be None where the
-    partition says it: `domain`, `owner` and `file`. What cannot be done is refused before anything is drawn.
+    All samples are dealt, except by `classes:S` (classes that no client has) and `file`. `clients` may be None where the
+    partition determines it: `domain`, `owner` and `file`. The impossible is refused before anything is drawn.
     """
-    how = parse(partition)
+    scheme = parse(partition)
     raw = np.asarray(labels)
     y = targets("labels", raw, len(raw), classes)
-    kinds = classes if classes is not None else int(y.max(initial=-1)) + 1
+    if classes is None:
+        classes = int(y.max(initial=-1)) + 1
     if clients is not None and (isinstance(clients, bool) or not isinstance(clients, int | np.integer) or clients < 1):
         raise InputError("clients", clients, "a whole number of at least 1")
-    if how.kind in ("domain", "owner"):
-        hands = _grouped(how.kind, domain if how.kind == "domain" else owner, len(y), clients)
-    elif how.kind == "file":
-        hands = _from_file(Path(str(how.parameter)), len(y), clients)
+    if scheme.kind in ("domain", "owner"):
+        indices = _by_group(scheme.kind, domain if scheme.kind == "domain" else owner, len(y), clients)
+    elif scheme.kind == "file":
+        indices = _from_file(Path(str(scheme.parameter)), len(y), clients)
     elif clients is None:
-        raise InputError("clients", None, f"a whole number of at least 1 for the partition {how}")
+        raise InputError("clients", None, f"a whole number of at least 1 for the partition {scheme}")
     else:
-        _possible(how, y, kinds, clients, least)
-        hands = _drawn(how, y, kinds, clients, seed, least)
-    small = min(range(len(hands)), key=lambda k: len(hands[k]))
-    if len(hands[small]) < least:
-        shown = Shown(f"{how}, which gives client {small} {len(hands[small])} of the samples")
-        raise InputError("partition", shown, f"one that gives every client at least {least}, for training and testing")
-    return [np.sort(hand).astype(np.int64) for hand in hands]
+        _check(scheme, y, classes, clients, min_samples)
+        indices = _draw(scheme, y, classes, clients, seed, min_samples)
+    smallest = min(range(len(indices)), key=lambda k: len(indices[k]))
+    if len(indices[smallest]) < min_samples:
+        shown = Shown(f"{scheme}, which gives client {smallest} {len(indices[smallest])} of the samples")
+        right = f"one that gives every client at least {min_samples}, for training and testing"
+        raise InputError("partition", shown, right)
+    return [np.sort(own).astype(np.int64) for own in indices]
 
 
-def _possible(how: Partition, y: Ints, classes: int, clients: int, least: int) -> None:
-    """Refuse what cannot be done with this many samples, clients and classes."""
-    if clients * least > len(y):
-        most = f"at most {len(y) // least}: {len(y)} samples, at least {least} for each client"
+def _check(scheme: Partition, y: Ints, classes: int, clients: int, min_samples: int) -> None:
+    """Refuse what is impossible with this many samples, clients and classes."""
+    if clients * min_samples > len(y):
+        most = f"at most {len(y) // min_samples}: {len(y)} samples, at least {min_samples} for each client"
         raise InputError("clients", clients, most)
-    each = how.parameter
-    if how.kind == "shards" and isinstance(each, int) and clients * each > len(y):
+    each = scheme.parameter
+    if scheme.kind == "shards" and isinstance(each, int) and clients * each > len(y):
         raise InputError(
-            "partition", str(how), f"at most shards:{len(y) // clients} ({len(y)} samples, {clients} clients)"
+            "partition", str(scheme), f"at most shards:{len(y) // clients} ({len(y)} samples, {clients} clients)"
         )
-    if how.kind == "classes" and isinstance(each, int):
+    if scheme.kind == "classes" and isinstance(each, int):
         if each > classes:
-            raise InputError("partition", str(how), f"at most classes:{classes}, the number of classes")
-        caps = schemes.holder_caps(np.bincount(y, minlength=classes), clients, each, least)
+            raise InputError("partition", str(scheme), f"at most classes:{classes}, the number of classes")
+        caps = schemes.holder_caps(np.bincount(y, minlength=classes), clients, each, min_samples)
         if int(caps.sum()) < clients * each:
             reason = (
                 f"{clients} clients with {each} classes each want {clients * each} shares, the data has {caps.sum()}"
             )
-            raise InputError("partition", str(how), f"possible with fewer clients or fewer classes ({reason})")
+            raise InputError("partition", str(scheme), f"possible with fewer clients or fewer classes ({reason})")
 
 
-def _drawn(how: Partition, y: Ints, classes: int, clients: int, seed: int, least: int) -> list[Ints]:
-    value = how.parameter
-    if how.kind in REAL:
+def _draw(scheme: Partition, y: Ints, classes: int, clients: int, seed: int, min_samples: int) -> list[Ints]:
+    value = scheme.parameter
+    if scheme.kind in REAL:
         real = float(value or 0)
-        if how.kind == "dirichlet":
-            return schemes.dirichlet(y, classes, clients, seed, real, least)
-        if how.kind == "balanced-dirichlet":
+        if scheme.kind == "dirichlet":
+            return schemes.dirichlet(y, classes, clients, seed, real, min_samples)
+        if scheme.kind == "balanced-dirichlet":
             return schemes.balanced_dirichlet(y, classes, clients, seed, real)
-        return schemes.lognormal(len(y), clients, seed, real, least)
-    if how.kind in WHOLE:
-        whole = int(value or 0)
-        if how.kind == "shards":
-            return schemes.shards(y, clients, seed, whole)
-        return schemes.by_classes(y, classes, clients, seed, whole, least)
+        return schemes.lognormal(len(y), clients, seed, real, min_samples)
+    if scheme.kind in INTEGER:
+        each = int(value or 0)
+        if scheme.kind == "shards":
+            return schemes.shards(y, clients, seed, each)
+        return schemes.by_classes(y, classes, clients, seed, each, min_samples)
     return schemes.iid(len(y), clients, seed)
 
 
-def _grouped(kind: str, group: Ints | None, count: int, clients: int | None) -> list[Ints]:
-    """One client for each domain or owner."""
+def _by_group(kind: str, group: Ints | None, count: int, clients: int | None) -> list[Ints]:
+    """Return one client's indices for each domain or owner."""
     if group is None:
         raise InputError("partition", kind, f"another one: this data does not say which {kind} a sample belongs to")
     if len(group) != count or count == 0:
         raise InputError(kind, Shown(f"{len(group)} entries"), f"one entry for each of the {count} samples")
-    names, of = np.unique(group, return_inverse=True)
+    names, client_of = np.unique(group, return_inverse=True)
     if clients is not None and clients != len(names):
         raise InputError("clients", clients, f"{len(names)}, one client for each {kind}")
-    order = np.argsort(of, kind="stable")
-    return list(np.split(order, np.cumsum(np.bincount(of))[:-1]))
+    order = np.argsort(client_of, kind="stable")
+    return list(np.split(order, np.cumsum(np.bincount(client_of))[:-1]))
 
 
 def _from_file(path: Path, count: int, clients: int | None) -> list[Ints]:
@@ -165,4 +167,4 @@ def _from_file(path: Path, count: int, clients: int | None) -> list[Ints]:
         raise InputError("partition", f"file:{path}", f"one of {count} samples (it deals {record.samples})")
     if clients is not None and clients != record.clients:
         raise InputError("clients", clients, f"{record.clients}, as {path} says")
-    return [np.array(hand, np.int64) for hand in record.indices]
+    return [np.array(own, np.int64) for own in record.indices]

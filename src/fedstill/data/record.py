@@ -1,4 +1,4 @@
-"""partition.json: who was dealt which samples, with a hash that is the same on every machine."""
+"""partition.json: each client's sample indices, with a hash that is the same on every machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .dataset import Ints
 
 @dataclass(frozen=True)
 class Record:
-    """A partition and what it came from. `samples` is the number of samples the indices point into."""
+    """A partition and its origin. `samples` is the number of samples that the indices point into."""
 
     kind: str
     parameter: float | int | str | None
@@ -33,10 +33,10 @@ class Record:
     @property
     def hash(self) -> str:
         """The hash of the index lists."""
-        return lists_hash([np.array(hand, np.int64) for hand in self.indices])
+        return lists_hash([np.array(own, np.int64) for own in self.indices])
 
-    def as_dict(self) -> dict[str, Any]:
-        """What partition.json holds."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of partition.json."""
         return {
             "format": 1,
             "kind": self.kind,
@@ -48,68 +48,68 @@ class Record:
             "pool": self.pool,
             "split": self.split,
             "hash": self.hash,
-            "indices": [list(hand) for hand in self.indices],
+            "indices": [list(own) for own in self.indices],
         }
 
 
-def lists_hash(hands: Sequence[Ints]) -> str:
-    """SHA-256 over each list's length and entries as little-endian 64-bit integers."""
+def lists_hash(lists: Sequence[Ints]) -> str:
+    """Return the SHA-256 of each list's length and entries as little-endian 64-bit integers."""
     digest = hashlib.sha256()
-    for hand in hands:
-        digest.update(len(hand).to_bytes(8, "little"))
-        digest.update(np.ascontiguousarray(hand, dtype="<i8").tobytes())
+    for entries in lists:
+        digest.update(len(entries).to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(entries, dtype="<i8").tobytes())
     return digest.hexdigest()
 
 
 def save_record(record: dict[str, Any], path: str | Path) -> None:
-    """Write partition.json: a temporary file, then a rename, so that there is never half a file."""
+    """Write partition.json atomically: a temporary file, then a rename."""
     to = Path(path)
-    part = to.with_name(f".{to.name}.{os.getpid()}.part")
+    partial = to.with_name(f".{to.name}.{os.getpid()}.part")
     try:
-        part.write_text(json.dumps(record, separators=(",", ":")) + "\n", encoding="utf-8")
-        os.replace(part, to)
+        partial.write_text(json.dumps(record, separators=(",", ":")) + "\n", encoding="utf-8")
+        os.replace(partial, to)
     finally:
-        part.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 def load_record(path: str | Path) -> Record:
-    """Read partition.json and refuse one whose hash, counts or indices do not agree."""
+    """Read partition.json; refuse one whose hash, counts or indices do not agree."""
 
     def wrong(right: str) -> InputError:
         return InputError("partition file", str(path), right)
 
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise wrong(f"a readable partition.json ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
         raise wrong(f"a whole partition.json ({error})") from None
     types = {"kind": str, "clients": int, "seed": int, "source": str, "samples": int, "hash": str, "indices": list}
     types |= {"pool": str, "split": str}
-    if not isinstance(found, dict) or found.get("format") != 1:
+    if not isinstance(content, dict) or content.get("format") != 1:
         raise wrong("a partition.json of format 1")
     for name, kind in types.items():
-        if not isinstance(found.get(name), kind) or isinstance(found[name], bool):
+        if not isinstance(content.get(name), kind) or isinstance(content[name], bool):
             raise wrong(f"a partition.json with the field {name} ({kind.__name__})")
-    hands = found["indices"]
-    if not all(isinstance(hand, list) and all(type(i) is int for i in hand) for hand in hands):
+    lists = content["indices"]
+    if not all(isinstance(own, list) and all(type(i) is int for i in own) for own in lists):
         raise wrong("a partition.json whose indices are lists of whole numbers")
-    if len(hands) != found["clients"]:
-        raise wrong(f"a partition.json with {found['clients']} index lists (it has {len(hands)})")
-    flat = [i for hand in hands for i in hand]
-    if not flat or min(flat) < 0 or max(flat) >= found["samples"] or len(set(flat)) < len(flat):
-        raise wrong(f"a partition.json whose indices are below {found['samples']} and each dealt once")
+    if len(lists) != content["clients"]:
+        raise wrong(f"a partition.json with {content['clients']} index lists (it has {len(lists)})")
+    flat = [i for own in lists for i in own]
+    if not flat or min(flat) < 0 or max(flat) >= content["samples"] or len(set(flat)) < len(flat):
+        raise wrong(f"a partition.json whose indices are below {content['samples']} and each dealt once")
     record = Record(
-        found["kind"],
-        found.get("parameter"),
-        found["clients"],
-        found["seed"],
-        found["source"],
-        found["samples"],
-        tuple(tuple(hand) for hand in hands),
-        found["pool"],
-        found["split"],
+        content["kind"],
+        content.get("parameter"),
+        content["clients"],
+        content["seed"],
+        content["source"],
+        content["samples"],
+        tuple(tuple(own) for own in lists),
+        content["pool"],
+        content["split"],
     )
-    if record.hash != found["hash"]:
-        raise wrong(f"a partition.json whose indices have the hash {found['hash'][:12]}… that it states")
+    if record.hash != content["hash"]:
+        raise wrong(f"a partition.json whose indices have the hash {content['hash'][:12]}… that it states")
     return record

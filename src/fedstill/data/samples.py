@@ -1,4 +1,4 @@
-"""Clients' samples on a device, one client after another in memory."""
+"""All clients' samples on a device, concatenated client by client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..core.device import put
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Samples as they lie in memory and as a model takes them: floating numbers, or bytes that are looked up when asked for.
+    """Samples on a device: floating-point numbers, or bytes that indexing converts by a lookup table.
 
     On a GPU images stay bytes, a quarter of the memory; `values[c, x]` is (x/255 − mean_c)/std_c as the data set computed it.
     """
@@ -21,42 +21,42 @@ class Samples:
     values: Tensor | None = None  # [channels, 256]
 
     def __getitem__(self, rows: Tensor | slice) -> Tensor:
-        found = self.raw[rows]
+        raw = self.raw[rows]
         if self.values is None:
-            return found
-        channel = 256 * torch.arange(len(self.values), device=found.device).reshape(-1, 1, 1)
-        return self.values.reshape(-1)[found.long() + channel]
+            return raw
+        channel = 256 * torch.arange(len(self.values), device=raw.device).reshape(-1, 1, 1)
+        return self.values.reshape(-1)[raw.long() + channel]
 
     def __len__(self) -> int:
         return len(self.raw)
 
     @property
     def shape(self) -> torch.Size:
-        """Number of samples, then the shape of one."""
+        """The number of samples, then the shape of one."""
         return self.raw.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what a model is given."""
+        """The dtype of a model's input."""
         return self.raw.dtype if self.values is None else self.values.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where they lie."""
+        """The device of the samples."""
         return self.raw.device
 
     def tensors(self) -> dict[str, Tensor]:
-        """What they are made of."""
+        """Return the tensors that make up the samples, by name."""
         return {"raw": self.raw} if self.values is None else {"raw": self.raw, "values": self.values}
 
-    def over(self, parts: dict[str, Tensor]) -> Samples:
-        """The same made of other tensors."""
-        return Samples(parts["raw"], parts.get("values"))
+    def over(self, tensors: dict[str, Tensor]) -> Samples:
+        """Return samples made of other tensors with the names of `tensors()`."""
+        return Samples(tensors["raw"], tensors.get("values"))
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part (train, val or test) of all clients: rows `starts[k] … starts[k] + sizes[k]` are client k's."""
+    """One split (train, val or test) of all clients: rows `starts[k] … starts[k] + sizes[k]` are client k's."""
 
     x: Samples
     y: Tensor
@@ -64,12 +64,12 @@ class Part:
     sizes: tuple[int, ...]
 
     def of(self, client: int) -> tuple[Tensor, Tensor]:
-        """A client's own rows; without a copy where they lie as floating numbers."""
+        """Return a client's samples and labels; a view where they are floating-point numbers."""
         rows = slice(self.starts[client], self.starts[client] + self.sizes[client])
         return self.x[rows], self.y[rows]
 
     def rows(self, clients: list[int], width: int) -> Tensor:
-        """For each client `width` row numbers: its own, then its first one again as padding."""
+        """Return `width` row numbers for each client: its own, then its first one repeated as padding."""
         start, size = (
             put([each[k] for k in clients], self.x.device).unsqueeze(1) for each in (self.starts, self.sizes)
         )

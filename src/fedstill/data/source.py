@@ -1,8 +1,8 @@
-"""Where data comes from: names that the library knows, and paths to a user's own files.
+"""Data sources: names that the library knows, and paths to a user's own files.
 
-A source is written `NAME[:OPTION][@SIZE][#PART,PART…]` or `PATH[@SIZE][#PART,PART…]`: SIZE is the side to which images of
-differing sizes are resized, a PART is a domain (or a rater, or a super-category) to read by itself, while the classes
-stay those of the whole; or names joined by +, each a domain, with one `@SIZE` at the end.
+A source is written `NAME[:OPTION][@SIZE][#GROUP,GROUP…]` or `PATH[@SIZE][#GROUP,GROUP…]`: SIZE is the side to which images
+of differing sizes are resized, a GROUP is a domain (or a rater, or a super-category) to read alone, with the classes of the
+complete set; or names joined by +, each a domain, with one `@SIZE` at the end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .aesthetics import RATINGS, flickr_set, realcur_set
 from .dataset import Dataset
 from .domainnet import DOMAINS, domainnet_set
 from .files import IDX, cifar_set, digits, idx_set, npz_set
-from .images import domain_set, domains, image_set
+from .images import domain_set, image_set, join_domains
 from .inaturalist import inaturalist_set
 from .leaf import femnist_set
 from .silos import silo_set
@@ -31,8 +31,8 @@ ARRAYS = " (train_x, train_y, test_x, test_y)"
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What is asked of a source: the name that the data set gets, an option, a size, and the parts to read."""
+class Request:
+    """What to read of a source: the data set's name, an option, the images' size, and the chosen groups."""
 
     name: str
     option: str | None = None
@@ -42,40 +42,40 @@ class Ask:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set that can be named: one line about it, the files it wants under the root, and how it is read.
+    """A named data set: a line about it, the files it needs under the root, and the function that reads it.
 
-    `inside` says what the files hold where their names do not; `option` is the pattern of the options there are, and
-    `shown` how a user would write one; `photographs` of differing sizes can be resized, and `parts` can be chosen.
+    `contents` describes the files where their names do not; `option` is the pattern of its options, and `example` one as a
+    user would write it; `photographs` of differing sizes can be resized; `has_groups`: some groups can be read alone.
     """
 
     name: str
     line: str
     files: tuple[str, ...]
-    read: Callable[[Path, Ask], Dataset]
-    inside: str = ""
+    read: Callable[[Path, Request], Dataset]
+    contents: str = ""
     option: str = ""
-    shown: str = ""
+    example: str = ""
     photographs: bool = False
-    parts: bool = False
+    has_groups: bool = False
 
     def missing(self, root: Path) -> list[str]:
-        """The files that are not under the root; an IDX file may lie there unpacked."""
+        """Return the files that are not under the root; an IDX file may lie there decompressed."""
         return [f for f in self.files if not (root / f).exists() and not (root / f.removesuffix(".gz")).exists()]
 
-    def check(self, text: str, ask: Ask) -> None:
-        """Refuse what this source cannot give."""
-        if ask.option is not None and (not self.option or not re.fullmatch(self.option, ask.option)):
-            shown = f" or {self.name}:{self.shown}" if self.shown else ""
-            raise InputError("data", text, f"{self.name}{shown}: there is no option {ask.option!r}")
-        if ask.size is not None and not self.photographs:
+    def check(self, text: str, request: Request) -> None:
+        """Refuse a request that this source cannot fulfil."""
+        if request.option is not None and (not self.option or not re.fullmatch(self.option, request.option)):
+            example = f" or {self.name}:{self.example}" if self.example else ""
+            raise InputError("data", text, f"{self.name}{example}: there is no option {request.option!r}")
+        if request.size is not None and not self.photographs:
             raise InputError("data", text, f"{self.name} without @SIZE: its images have one size")
-        if ask.chosen and not self.parts:
+        if request.chosen and not self.has_groups:
             raise InputError("data", text, f"{self.name} without #: it has no parts to choose among")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the catalogue."""
+    """A data set of the catalogue: its name, a line about it, its files, and whether they are present."""
 
     name: str
     line: str
@@ -84,41 +84,53 @@ class Entry:
 
 
 def _idx(name: str, line: str) -> Source:
-    return Source(name, line, tuple(f"{name}/{stem}.gz" for stem in IDX), lambda root, ask: idx_set(name, root / name))
+    return Source(
+        name, line, tuple(f"{name}/{stem}.gz" for stem in IDX), lambda root, request: idx_set(name, root / name)
+    )
 
 
 def _mat(name: str, line: str, prefix: str = "") -> Source:
     files = (f"{name}/{prefix}train_32x32.mat", f"{name}/{prefix}test_32x32.mat")
-    return Source(name, line, files, lambda root, ask: mat_set(name, root / files[0], root / files[1]))
+    return Source(name, line, files, lambda root, request: mat_set(name, root / files[0], root / files[1]))
 
 
-def _cifar10(root: Path, ask: Ask) -> Dataset:
+def _cifar10(root: Path, request: Request) -> Dataset:
     return cifar_set("cifar10", root / "cifar-10-batches-bin", CIFAR10, "test_batch.bin", 1, 10)
 
 
-def _cifar100(root: Path, ask: Ask) -> Dataset:
+def _cifar100(root: Path, request: Request) -> Dataset:
     return cifar_set("cifar100", root / "cifar-100-binary", ("train.bin",), "test.bin", 2, 100)
 
 
-def _histo(root: Path, ask: Ask) -> Dataset:
+def _histo(root: Path, request: Request) -> Dataset:
     try:
-        found = domain_set(ask.name, root / "histo-fed", ask.size, ask.chosen, colour=True)
+        data = domain_set(request.name, root / "histo-fed", request.size, request.chosen, colour=True)
     except OSError as error:
         raise InputError("data", str(root / "histo-fed"), f"a folder that can be read ({error})") from None
-    if found is None:
+    if data is None:
         raise InputError("data", str(root / "histo-fed"), "a folder that holds CENTRE/CLASS/*.png (or tif, jpg)")
-    return found
+    return data
 
 
-def _flickr(root: Path, ask: Ask) -> Dataset:
-    workers = int(ask.option) if ask.option else None
-    return flickr_set(ask.name, root / "flickr-aes", ask.size, workers, ask.chosen)
+def _domainnet(root: Path, request: Request) -> Dataset:
+    return domainnet_set(request.name, root / "domainnet", request.size, bool(request.option), request.chosen)
+
+
+def _inaturalist(root: Path, request: Request) -> Dataset:
+    return inaturalist_set(request.name, root / "inaturalist", request.size, bool(request.option), request.chosen)
+
+
+def _flickr(root: Path, request: Request) -> Dataset:
+    workers = int(request.option) if request.option else None
+    return flickr_set(request.name, root / "flickr-aes", request.size, workers, request.chosen)
 
 
 SOURCES = {
     source.name: source
     for source in (
-        Source("digits", "1,797 UCI handwritten digits, 8×8, shipped with the package", (), lambda root, ask: digits()),
+        Source(
+            "digits", "1,797 UCI handwritten digits, 8×8, shipped with the package", (), lambda root, request: digits()
+        ),
         _idx("mnist", "70,000 handwritten digits, 28×28"),
         _idx("fmnist", "70,000 Fashion-MNIST articles of clothing, 28×28"),
         Source(
@@ -137,14 +149,14 @@ SOURCES = {
             "usps",
             "9,298 USPS digits, 16×16",
             ("usps.npz",),
-            lambda root, ask: npz_set("usps", root / "usps.npz", 10),
+            lambda root, request: npz_set("usps", root / "usps.npz", 10),
             ARRAYS,
         ),
         Source(
             "mnistm",
             "MNIST-M digits on colour photographs, 32×32",
             ("mnistm.npz",),
-            lambda root, ask: npz_set("mnistm", root / "mnistm.npz", 10),
+            lambda root, request: npz_set("mnistm", root / "mnistm.npz", 10),
             ARRAYS,
         ),
         _mat("svhn", "99,289 house-number digits in colour, 32×32"),
@@ -153,7 +165,7 @@ SOURCES = {
             "femnist",
             "LEAF's FEMNIST, 62 characters by their writers, 28×28; femnist:letters10: a to j",
             ("femnist/train", "femnist/test"),
-            lambda root, ask: femnist_set(ask.name, root / "femnist", bool(ask.option)),
+            lambda root, request: femnist_set(request.name, root / "femnist", bool(request.option)),
             " (LEAF's json files)",
             "letters10",
             "letters10",
@@ -162,12 +174,14 @@ SOURCES = {
             "domainnet",
             "DomainNet's photographs and drawings, 345 classes, 6 domains; domainnet:10: FedBN's ten classes",
             ("domainnet",),
-            lambda root, ask: domainnet_set(ask.name, root / "domainnet", ask.size, bool(ask.option), ask.chosen),
+            lambda root, request: domainnet_set(
+                request.name, root / "domainnet", request.size, bool(request.option), request.chosen
+            ),
             f" (DOMAIN/CLASS/…, DOMAIN_train.txt and DOMAIN_test.txt for {', '.join(DOMAINS)})",
             "10",
             "10",
             photographs=True,
-            parts=True,
+            has_groups=True,
         ),
         Source(
             "flickr-aes",
@@ -178,16 +192,16 @@ SOURCES = {
             r"\d{1,6}",
             "WORKERS",
             photographs=True,
-            parts=True,
+            has_groups=True,
         ),
         Source(
             "real-cur",
             "14 albums of photographs rated from 1 to 5 by their owners",
             ("real-cur/images",),
-            lambda root, ask: realcur_set(ask.name, root / "real-cur", ask.size, ask.chosen),
+            lambda root, request: realcur_set(request.name, root / "real-cur", request.size, request.chosen),
             " (USER/SCORE/*.jpg)",
             photographs=True,
-            parts=True,
+            has_groups=True,
         ),
         Source(
             "histo-fed",
@@ -196,18 +210,20 @@ SOURCES = {
             _histo,
             " (CENTRE/CLASS/*.png)",
             photographs=True,
-            parts=True,
+            has_groups=True,
         ),
         Source(
             "inaturalist",
             "iNaturalist 2017, 675,170 photographs of 5,089 species; inaturalist:super: the 13 super-categories",
             ("inaturalist/train2017.json", "inaturalist/val2017.json", "inaturalist/train_val_images"),
-            lambda root, ask: inaturalist_set(ask.name, root / "inaturalist", ask.size, bool(ask.option), ask.chosen),
+            lambda root, request: inaturalist_set(
+                request.name, root / "inaturalist", request.size, bool(request.option), request.chosen
+            ),
             "",
             "super",
             "super",
             photographs=True,
-            parts=True,
+            has_groups=True,
         ),
     )
 }
@@ -215,13 +231,13 @@ NAMES = (*SOURCES, "synthetic")
 
 
 def root_of(root: str | Path | None = None) -> Path:
-    """The folder of data files: the argument, else the variable FEDSTILL_DATA, else ~/.cache/fedstill."""
-    chosen = root or os.environ.get("FEDSTILL_DATA") or "~/.cache/fedstill"
-    return Path(chosen).expanduser()
+    """Return the folder of data files: the argument, else the variable FEDSTILL_DATA, else ~/.cache/fedstill."""
+    folder = root or os.environ.get("FEDSTILL_DATA") or "~/.cache/fedstill"
+    return Path(folder).expanduser()
 
 
 def catalogue(root: str | Path | None = None) -> list[Entry]:
-    """Every data set that has a name, with the files it wants and whether they are under the root."""
+    """Return every named data set, with the files it needs and whether they are under the root."""
     folder = root_of(root)
     known = [Entry(s.name, s.line, s.files, not s.missing(folder)) for s in SOURCES.values()]
     line = "the FedProx generator: synthetic:ALPHA,BETA[,CLIENTS[,SEED]], 60 features, 10 classes"
@@ -235,12 +251,12 @@ def load(
     fetch: bool = True,
     progress: download.Progress | None = None,
 ) -> Dataset:
-    """A data set by name or path.
+    """Load a data set by name or path.
 
     `source` is a name of the catalogue; several names joined by + (each a domain; `@SIZE` at the end sets the images'
     size); the path of an npz file; or a folder of images (`class/…`, `train/class/…`, `domain/class/…`; `PATH@SIZE`
-    resizes, `PATH#DOMAIN,DOMAIN` reads some domains with the classes of all) or of silos (one CSV or npz file a
-    client). What is missing is downloaded unless `fetch` is False.
+    resizes, `PATH#DOMAIN,DOMAIN` reads some domains with the classes of all) or of silos (one CSV or npz file per
+    client). Missing files are downloaded unless `fetch` is False.
     """
     text = str(source)
     folder = root_of(root)
@@ -250,37 +266,40 @@ def load(
             return synthetic(parameter)
         named = re.fullmatch(r"([a-z0-9-]+)(?::([^@#+]*))?(?:@(\d+))?(?:#(.*))?", text)
         if named and named[1] in SOURCES:
-            whole = named[1] if named[2] is None else f"{named[1]}:{named[2]}"
-            chosen = _chosen(named[4])
-            ask = Ask(_with_parts(whole, chosen), named[2], _size(text, named[3]), chosen)
-            return _named(named[1], text, ask, folder, fetch, progress)
+            name = named[1] if named[2] is None else f"{named[1]}:{named[2]}"
+            chosen = _parse_groups(named[4])
+            request = Request(_name_with_groups(name, chosen), named[2], _parse_size(text, named[3]), chosen)
+            return _load_named(named[1], text, request, folder, fetch, progress)
         joined = re.fullmatch(r"(.+?)(?:@(\d+))?", text, re.DOTALL)
-        parts = joined[1].split("+") if joined else []
-        if joined and len(parts) > 1 and all(part in SOURCES for part in parts):
-            size = _size(text, joined[2])
-            if len(set(parts)) < len(parts):
+        names = joined[1].split("+") if joined else []
+        if joined and len(names) > 1 and all(name in SOURCES for name in names):
+            size = _parse_size(text, joined[2])
+            if len(set(names)) < len(names):
                 raise InputError("data", text, "names that are each given once")
-            for part in parts:
-                if SOURCES[part].photographs:
-                    raise InputError("data", text, f"sets whose images have one size each, unlike {part}")
-            return domains(text, (_named(p, p, Ask(p), folder, fetch, progress) for p in parts), size)
-    return _path(text)
+            for name in names:
+                if SOURCES[name].photographs:
+                    raise InputError("data", text, f"sets whose images have one size each, unlike {name}")
+            domains = (_load_named(name, name, Request(name), folder, fetch, progress) for name in names)
+            return join_domains(text, domains, size)
+    return _load_path(text)
 
 
-def _named(name: str, text: str, ask: Ask, root: Path, fetch: bool, progress: download.Progress | None) -> Dataset:
+def _load_named(
+    name: str, text: str, request: Request, root: Path, fetch: bool, progress: download.Progress | None
+) -> Dataset:
     source = SOURCES[name]
-    source.check(text, ask)
+    source.check(text, request)
     missing = source.missing(root)
     if missing and fetch and name in download.REMOTES:
         download.fetch(name, root, progress)
         missing = source.missing(root)
     if missing:
-        raise InputError("data", name, f"present: put {', '.join(missing)}{source.inside} into {root}")
-    return source.read(root, ask)
+        raise InputError("data", name, f"present: put {', '.join(missing)}{source.contents} into {root}")
+    return source.read(root, request)
 
 
-def _size(text: str, digits: str | None) -> int | None:
-    """The size after an @."""
+def _parse_size(text: str, digits: str | None) -> int | None:
+    """Return the size after an @."""
     if digits is None:
         return None
     size = int(digits) if len(digits) < 5 else 0
@@ -289,36 +308,36 @@ def _size(text: str, digits: str | None) -> int | None:
     return size
 
 
-def _chosen(names: str | None) -> tuple[str, ...]:
-    """The parts after a #."""
+def _parse_groups(names: str | None) -> tuple[str, ...]:
+    """Return the groups after a #."""
     return () if names is None else tuple(name.strip() for name in names.split(","))
 
 
-def _with_parts(name: str, chosen: tuple[str, ...]) -> str:
-    """The name of some parts of a set: the same whatever order they are given in."""
+def _name_with_groups(name: str, chosen: tuple[str, ...]) -> str:
+    """Return the name of some groups of a set, which does not depend on their order."""
     return f"{name}#{','.join(sorted(chosen))}" if chosen else name
 
 
-def _path(text: str) -> Dataset:
-    path, size, chosen = _place(text)
+def _load_path(text: str) -> Dataset:
+    path, size, chosen = _parse_path(text)
     if path.is_file() and (size is not None or chosen):
         raise InputError("data", text, f"{path} without @SIZE and #: it is a file")
     if path.is_file() and path.suffix.lower() == ".npz":
         return npz_set(path.stem, path)
     if path.is_dir():
-        name = _with_parts(path.resolve().name, chosen)
+        name = _name_with_groups(path.resolve().name, chosen)
         try:
-            found = silo_set(name, path)
-            if found is not None and chosen:
+            data = silo_set(name, path)
+            if data is not None and chosen:
                 raise InputError("data", text, f"{path} without #: only folders of domains have parts to choose among")
-            if found is None:
-                found = image_set(name, path, size, chosen)
+            if data is None:
+                data = image_set(name, path, size, chosen)
         except OSError as error:
             raise InputError("data", text, f"a folder that can be read ({error})") from None
-        if found is None:
+        if data is None:
             layouts = "class folders of png or jpg images, or one CSV or npz file for each client"
             raise InputError("data", text, f"a folder that holds {layouts}")
-        return found
+        return data
     if path.is_file():
         raise InputError("data", text, "an npz file or a folder")
     if os.sep in text or path.suffix:
@@ -326,15 +345,15 @@ def _path(text: str) -> Dataset:
     raise InputError("data", text, f"{nearest(re.split('[:@#]', text)[0], NAMES)} or a path to your own files")
 
 
-def _place(text: str) -> tuple[Path, int | None, tuple[str, ...]]:
-    """The path that a text begins with, its size and its parts; an @ or # in a path's own name is taken as it stands."""
+def _parse_path(text: str) -> tuple[Path, int | None, tuple[str, ...]]:
+    """Return the path, size and groups of a source; an @ or # in the name of a path that exists belongs to the name."""
     for pattern in (r"(.+)()()", r"(.+)@(\d+)()", r"(.+)()#([^#]*)", r"(.+)@(\d+)#([^#]*)"):
-        found = re.fullmatch(pattern, text, re.DOTALL)
+        match = re.fullmatch(pattern, text, re.DOTALL)
         try:
-            path = Path(found[1]).expanduser() if found else None
-            if found is None or path is None or not path.exists():
+            path = Path(match[1]).expanduser() if match else None
+            if match is None or path is None or not path.exists():
                 continue
-        except (OSError, RuntimeError) as error:  # a name too long, a user that is not there
+        except (OSError, RuntimeError) as error:  # a name too long, an unknown user
             raise InputError("data", text, f"a path that can be read ({error})") from None
-        return path, _size(text, found[2] or None), _chosen(found[3]) if "#" in pattern else ()
+        return path, _parse_size(text, match[2] or None), _parse_groups(match[3]) if "#" in pattern else ()
     return Path(text), None, ()

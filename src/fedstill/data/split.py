@@ -1,4 +1,4 @@
-"""A client's samples into training, validation and test parts."""
+"""Split a client's samples into training, validation and test data."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .draw import apportion, generator
 
 
 @dataclass(frozen=True)
-class Split:
-    """Percentages of the training, validation and test parts; `official` takes the tests from the official test set."""
+class SplitRatio:
+    """Percentages of training, validation and test data; `official` takes the tests from the official test set."""
 
     train: int
     val: int
@@ -21,56 +21,56 @@ class Split:
     official: bool = False
 
     @property
-    def least(self) -> int:
+    def min_samples(self) -> int:
         """The fewest samples that can be split."""
         return 3 if self.val else 2
 
 
-def parse_split(text: str) -> Split:
+def parse_split(text: str) -> SplitRatio:
     """Read `80/20`, `70/10/20` or `official`.
 
     >>> parse_split("70/10/20")
-    Split(train=70, val=10, test=20, official=False)
+    SplitRatio(train=70, val=10, test=20, official=False)
     """
     right = "'official', or percentages such as '80/20' or '70/10/20' (train/validation/test) that sum to 100"
     if text == "official":
-        return Split(100, 0, 0, official=True)
+        return SplitRatio(100, 0, 0, official=True)
     try:
-        parts = [int(part) for part in text.split("/")]
+        percentages = [int(number) for number in text.split("/")]
     except (ValueError, AttributeError):
         raise InputError("split", text, right) from None
-    if len(parts) not in (2, 3) or min(parts) < 1 or sum(parts) != 100:
+    if len(percentages) not in (2, 3) or min(percentages) < 1 or sum(percentages) != 100:
         raise InputError("split", text, right)
-    return Split(parts[0], parts[1] if len(parts) == 3 else 0, parts[-1])
+    return SplitRatio(percentages[0], percentages[1] if len(percentages) == 3 else 0, percentages[-1])
 
 
-def cut(hand: Ints, split: Split, seed: int, client: int) -> tuple[Ints, Ints, Ints]:
-    """Training, validation and test indices of one client, drawn at random, sorted; none is empty that is wanted."""
-    count = len(hand)
-    val = max(1, (count * split.val + 50) // 100) if split.val else 0
-    test = max(1, (count * split.test + 50) // 100)
+def split_indices(indices: Ints, ratio: SplitRatio, seed: int, client: int) -> tuple[Ints, Ints, Ints]:
+    """Draw a client's training, validation and test indices, sorted; none is empty unless its percentage is 0."""
+    count = len(indices)
+    val = max(1, (count * ratio.val + 50) // 100) if ratio.val else 0
+    test = max(1, (count * ratio.test + 50) // 100)
     test = min(test, count - val - 1) if count - val > 1 else 1
     val = min(val, count - test - 1)
-    order = generator(seed, "split", client).permutation(hand)
-    parts = np.split(order, [count - val - test, count - test])
-    return np.sort(parts[0]), np.sort(parts[1]), np.sort(parts[2])
+    order = generator(seed, "split", client).permutation(indices)
+    subsets = np.split(order, [count - val - test, count - test])
+    return np.sort(subsets[0]), np.sort(subsets[1]), np.sort(subsets[2])
 
 
 def official_test(labels: Ints, test_labels: Ints, classes: int, total: int, seed: int, client: int) -> Ints:
-    """Indices of the official test set for one client, drawn with the label distribution of its own samples.
+    """Draw a client's indices of the official test set, with the label distribution of its own samples.
 
-    Its size is to the official test set as the client's data (`labels`) is to all the data (`total`), but at least 1.
+    The client's share of the test set is its share of the training data (`labels` of `total`), but at least one sample.
     Drawn without repetition within a client; two clients may be tested on the same sample. Where the official set has
     too few samples of a class, all of them are taken.
     """
-    have = np.bincount(test_labels, minlength=classes)
-    mine = np.where(have > 0, np.bincount(labels, minlength=classes), 0)
-    if not mine.any():
+    available = np.bincount(test_labels, minlength=classes)
+    own = np.where(available > 0, np.bincount(labels, minlength=classes), 0)
+    if not own.any():
         raise InputError(
             "split", "official", f"another one: the official test set has no sample of client {client}'s classes"
         )
     size = max(1, round(len(test_labels) * len(labels) / total))
-    wanted = np.minimum(apportion(size, mine.astype(np.float64)), have)
+    counts = np.minimum(apportion(size, own.astype(np.float64)), available)
     rng = generator(seed, "official", client)
-    drawn = [rng.permutation(np.flatnonzero(test_labels == c))[: wanted[c]] for c in np.flatnonzero(wanted)]
+    drawn = [rng.permutation(np.flatnonzero(test_labels == c))[: counts[c]] for c in np.flatnonzero(counts)]
     return np.sort(np.concatenate(drawn))

@@ -1,9 +1,9 @@
-"""The synthetic(α, β) federation of FedProx (Li et al., "Federated Optimization in Heterogeneous Networks", 2020).
+"""Draw FedProx's synthetic(α, β) federation (Li et al., "Federated Optimization in Heterogeneous Networks", 2020).
 
 Client k draws u_k ~ N(0, α), B_k ~ N(0, β), its model W_k ~ N(u_k, 1) (60 × 10) and b_k ~ N(u_k, 1), its centre
 v_k ~ N(B_k, 1) (60 entries), and ⌊lognormal(4, 2)⌋ + 50 samples x ~ N(v_k, Σ) with Σ = diag(j^-1.2), j = 1…60; the
 label is argmax(xW_k + b_k). Two choices: α and β are standard deviations, as in the authors' code (the paper's notation
-leaves it open); and each client has a generator of its own, so that client k is the same among 10 clients or 1,000.
+leaves it open); and each client has its own generator, so that client k is the same among 10 clients or 1,000.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ FEATURES, CLASSES = 60, 10
 
 
 def synthetic(text: str = "") -> Dataset:
-    """The federation that `ALPHA,BETA[,CLIENTS[,SEED]]` names (0.5, 0.5, 100 clients and seed 0 where left out)."""
-    alpha, beta, clients, seed = _read(text)
-    spread = np.arange(1, FEATURES + 1) ** -0.6  # square roots of the variances j^-1.2
+    """Draw the federation of `ALPHA,BETA[,CLIENTS[,SEED]]` (by default 0.5, 0.5, 100 clients and seed 0)."""
+    alpha, beta, clients, seed = _parse(text)
+    std = np.arange(1, FEATURES + 1) ** -0.6  # square roots of the variances j^-1.2
     xs, ys = [], []
     for k in range(clients):
         rng = generator(seed, "synthetic", k)
@@ -31,7 +31,7 @@ def synthetic(text: str = "") -> Dataset:
         weight = u + rng.standard_normal((FEATURES, CLASSES))
         bias = u + rng.standard_normal(CLASSES)
         centre = b + rng.standard_normal(FEATURES)
-        x = centre + spread * rng.standard_normal((size, FEATURES))
+        x = centre + std * rng.standard_normal((size, FEATURES))
         xs.append(x)
         ys.append((x @ weight + bias).argmax(axis=1))
     owner = np.repeat(np.arange(clients), [len(y) for y in ys])
@@ -39,15 +39,15 @@ def synthetic(text: str = "") -> Dataset:
     return dataset(name, name, np.concatenate(xs), np.concatenate(ys), classes=CLASSES, owner=owner)
 
 
-def _read(text: str) -> tuple[float, float, int, int]:
+def _parse(text: str) -> tuple[float, float, int, int]:
     right = "synthetic:ALPHA,BETA[,CLIENTS[,SEED]] with numbers of at least 0, for example synthetic:0.5,0.5"
-    given = text.split(",") if text else []
+    values = text.split(",") if text else []
     try:
-        alpha, beta = (float(given[i]) if len(given) > i else 0.5 for i in (0, 1))
-        clients, seed = (int(given[i]) if len(given) > i else (100, 0)[i - 2] for i in (2, 3))
+        alpha, beta = (float(values[i]) if len(values) > i else 0.5 for i in (0, 1))
+        clients, seed = (int(values[i]) if len(values) > i else (100, 0)[i - 2] for i in (2, 3))
     except ValueError:
         raise InputError("data", f"synthetic:{text}", right) from None
     scales = all(math.isfinite(v) and v >= 0 for v in (alpha, beta))
-    if len(given) not in (0, 2, 3, 4) or not scales or clients < 1 or seed < 0:
+    if len(values) not in (0, 2, 3, 4) or not scales or clients < 1 or seed < 0:
         raise InputError("data", f"synthetic:{text}", right)
     return alpha, beta, clients, seed

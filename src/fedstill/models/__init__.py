@@ -1,4 +1,4 @@
-"""Models by name: plain `nn.Module`s that name their head (`head_modules`) and fit themselves to the data's shape."""
+"""Models by name: plain `nn.Module`s that name their head (`head_modules`) and adapt to the shape of the samples."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ MODELS: dict[str, tuple[Builder, str]] = {
 
 
 def build(name: str, shape: Sequence[int], classes: int, seed: int = 0) -> nn.Module:
-    """A model for samples of this shape; the same seed gives the same weights, and no global generator is touched."""
+    """Build a model for samples of this shape; the same seed gives the same weights, and global generators are untouched."""
     if name not in MODELS:
-        raise InputError("model", name, f"a model that is there: {nearest(name, MODELS)}")
+        raise InputError("model", name, f"a known model: {nearest(name, MODELS)}")
     return seeded(lambda: MODELS[name][0](shape, classes), seed)
 
 
 def seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """What `make` builds when torch's generator starts from `seed`; the generator is put back afterwards."""
+    """Return `make()` with torch's generator seeded; restore the generator afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()

@@ -3,10 +3,10 @@
 Convolutions 64-192-384-256-256, fully connected 4096-4096. With BatchNorm it is the DomainNet model of FedBN (Li, Jiang,
 Zhang, Kamp and Dou, ICLR 2021): a norm after each layer but the head, no dropout. Choices:
 
-1. Images of up to 64 pixels are convolved first with 3×3 and stride 1 (not 11×11 and stride 4), and the pools are padded by
-   one pixel so that each of the three halves the image: 32×32 ends as 4×4, 8×8 as 1×1.
-2. fc1 takes 6×6 pixels, or as many as are left where that is fewer. A larger map is averaged down to 6×6 by equal windows
-   (for 224 and FedBN's 256 pixels the same windows as an adaptive pool, whose gradient on a GPU depends on the order of sums).
+1. For images of up to 64 pixels the first convolution is 3×3 with stride 1 (not 11×11 with stride 4), and the pools are
+   padded by one pixel so that each of the three halves the image: 32×32 ends as 4×4, 8×8 as 1×1.
+2. fc1 takes 6×6 pixels, or fewer where fewer are left. A larger map is averaged down to 6×6 by equal windows (for 224 and
+   FedBN's 256 pixels the same windows as an adaptive pool, whose gradient on a GPU depends on the order of sums).
 3. Without BatchNorm: dropout 0.5 before fc1 and fc2, as in the original.
 """
 
@@ -23,7 +23,7 @@ HIDDEN, GRID = 4096, 6
 
 
 class AlexNet(nn.Module):
-    """Five convolutions and three fully connected layers; fc3 is the head. `norm` adds BatchNorm and leaves dropout out."""
+    """Five convolutions and three fully connected layers; fc3 is the head. `norm` replaces dropout by BatchNorm."""
 
     head_modules = "fc3"
 
@@ -37,11 +37,11 @@ class AlexNet(nn.Module):
         self.conv4 = nn.Conv2d(384, 256, 3, padding=1)
         self.conv5 = nn.Conv2d(256, 256, 3, padding=1)
         self.pool = nn.MaxPool2d(3, 2, padding=1 if small else 0)
-        left = [_after_pools(n, small) for n in shape[1:]]
-        strides = [max(1, n // GRID) for n in left]
-        windows = [max(1, n - (GRID - 1) * stride) for n, stride in zip(left, strides, strict=True)]
+        sides = [_side_after_pools(n, small) for n in shape[1:]]
+        strides = [max(1, n // GRID) for n in sides]
+        windows = [max(1, n - (GRID - 1) * stride) for n, stride in zip(sides, strides, strict=True)]
         self.average = nn.AvgPool2d((windows[0], windows[1]), (strides[0], strides[1]))
-        self.fc1 = nn.Linear(256 * min(GRID, left[0]) * min(GRID, left[1]), HIDDEN)
+        self.fc1 = nn.Linear(256 * min(GRID, sides[0]) * min(GRID, sides[1]), HIDDEN)
         self.fc2 = nn.Linear(HIDDEN, HIDDEN)
         self.fc3 = nn.Linear(HIDDEN, classes)
         self.bn1, self.bn2, self.bn3, self.bn4, self.bn5 = (
@@ -51,7 +51,7 @@ class AlexNet(nn.Module):
         self.dropout1, self.dropout2 = (nn.Dropout(0.0 if norm else 0.5) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
+        """Return logits."""
         x = F.relu(self.pool(self.bn1(self.conv1(x))))  # max-pool and ReLU commute: see cnn.py
         x = F.relu(self.pool(self.bn2(self.conv2(x))))
         x = F.relu(self.bn3(self.conv3(x)))
@@ -64,8 +64,8 @@ class AlexNet(nn.Module):
         return out
 
 
-def _after_pools(side: int, small: bool) -> int:
-    """How many pixels of a side are left for fc1."""
+def _side_after_pools(side: int, small: bool) -> int:
+    """Return the side of the last pool's output."""
     if not small:
         side = (side + 2 * 2 - 11) // 4 + 1
     for _ in range(3):

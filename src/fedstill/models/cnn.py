@@ -1,6 +1,6 @@
 """The papers' convolutional networks: two 5×5 convolutions, each with ReLU and 2×2 max-pooling, then fully connected layers.
 
-Max-pooling commutes with ReLU and with dropping whole channels, in value and in gradient (both are monotone and map zero to
+Max-pooling commutes with ReLU and with dropping complete channels, in value and in gradient (both are monotone and map zero to
 zero, and a pool whose maximum is negative passes nothing either way), so both come after the pool: a quarter of the work.
 """
 
@@ -16,10 +16,10 @@ from ..core.errors import InputError, Shown
 
 
 class CNN(nn.Module):
-    """`channels` of the two convolutions, `hidden` units of fc1 and fc2; fc3 is the head.
+    """Two convolutions of `channels`, then fc1 and fc2 of `hidden` units; fc3 is the head.
 
-    `dropout2d` drops whole channels after the second convolution, `dropout` units after fc2. Images too small for two
-    unpadded 5×5 convolutions (smaller than 16 pixels, the shipped digits) are convolved with padding 2.
+    `dropout2d` drops complete channels after the second convolution, `dropout` units after fc2. Images too small for two
+    unpadded 5×5 convolutions (smaller than 16 pixels, the shipped digits) are padded by 2.
     """
 
     head_modules = "fc3"
@@ -54,7 +54,7 @@ class CNN(nn.Module):
         return F.relu(self.dropout2d(F.max_pool2d(self.conv2(x), 2))).flatten(1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
+        """Return logits."""
         x = F.relu(self.fc1(self._convolve(x)))
         x = self.dropout(F.relu(self.fc2(x)))
         out: Tensor = self.fc3(x)

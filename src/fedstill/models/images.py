@@ -1,4 +1,4 @@
-"""What the image models share: which samples they take, and how their convolutions begin."""
+"""What the image models share: the check of their input's shape, and the initialisation of convolutions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SMALL = 64  # up to this many pixels a network keeps its first layers at full re
 
 
 def channels_and_side(model: str, shape: Sequence[int], least: int, most: int | None = None) -> tuple[int, int]:
-    """Channels and shorter side of samples [C, H, W]; a shape that the model cannot take is refused."""
+    """Return the channels and shorter side of samples [C, H, W]; refuse a shape that the model cannot take."""
     if len(shape) != 3:
         raise InputError("model", model, f"'mlp' for samples of shape {tuple(shape)}: these are no images")
     side = min(shape[1:])
@@ -25,7 +25,7 @@ def channels_and_side(model: str, shape: Sequence[int], least: int, most: int | 
 
 
 def he_normal(module: nn.Module) -> None:
-    """He's initialisation for every convolution: normal, with variance 2 / (kernel area · output channels)."""
-    for part in module.modules():
-        if isinstance(part, nn.Conv2d):
-            nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
+    """Initialise every convolution as He et al. do: normal, with variance 2 / (kernel area · output channels)."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")

@@ -13,7 +13,7 @@ from ..core.errors import InputError, Shown
 
 
 class MLR(nn.Module):
-    """Multinomial logistic regression. It is all head, so methods that share a body cannot use it."""
+    """Multinomial logistic regression. It has no body, so methods that share a body cannot use it."""
 
     head_modules = None
 
@@ -22,7 +22,7 @@ class MLR(nn.Module):
         self.fc = nn.Linear(math.prod(shape), classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
+        """Return logits."""
         out: Tensor = self.fc(x.flatten(1))
         return out
 
@@ -41,7 +41,7 @@ class MLP(nn.Module):
         self.head_modules = f"fc{self.depth}"
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
+        """Return logits."""
         x = x.flatten(1)
         for i in range(1, self.depth):
             x = F.relu(self.get_submodule(f"fc{i}")(x))

@@ -3,8 +3,8 @@
 Choices:
 
 1. For images of up to 64 pixels the first convolution and the stage of 24 channels keep the resolution (stride 1, not 2), as
-   the field does on CIFAR: a 32×32 image ends as 4×4. Nothing else changes, and the number of parameters does not.
-2. A block has its shortcut exactly where stride and width allow (the paper's): no projections.
+   is common on CIFAR: a 32×32 image ends as 4×4. The number of parameters stays the same.
+2. A block has a shortcut exactly where stride and width allow it, as in the paper: no projections.
 3. Dropout 0.2 before the head, as torchvision has it; the paper's table of layers shows none.
 """
 
@@ -27,7 +27,7 @@ def _normed(inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int
 
 
 class InvertedResidual(nn.Module):
-    """1×1 to `expansion` times the channels, 3×3 for each channel alone, 1×1 back without activation; a shortcut if it fits."""
+    """1×1 to `expansion` times the channels, depthwise 3×3, 1×1 back without activation; a shortcut if the sizes agree."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, expansion: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class InvertedResidual(nn.Module):
         self.residual = stride == 1 and inputs == outputs
 
     def forward(self, x: Tensor) -> Tensor:
-        """The narrow output, with the narrow input added where the sizes agree."""
+        """Return the narrow output, plus the narrow input where the sizes agree."""
         out: Tensor = self.conv(x)
         return x + out if self.residual else out
 
@@ -53,19 +53,19 @@ class MobileNetV2(nn.Module):
         super().__init__()
         channels, side = channels_and_side("mobilenetv2", shape, least=8)
         small = side <= SMALL
-        parts: list[nn.Module] = [*_normed(channels, FIRST, 3, 1 if small else 2), nn.ReLU6()]
+        layers: list[nn.Module] = [*_normed(channels, FIRST, 3, 1 if small else 2), nn.ReLU6()]
         inputs = FIRST
         for expansion, outputs, count, first_stride in STAGES:
             for i in range(count):
                 stride = 1 if i > 0 or (small and outputs == 24) else first_stride
-                parts.append(InvertedResidual(inputs, outputs, stride, expansion))
+                layers.append(InvertedResidual(inputs, outputs, stride, expansion))
                 inputs = outputs
-        self.features = nn.Sequential(*parts, *_normed(inputs, LAST, 1), nn.ReLU6())
+        self.features = nn.Sequential(*layers, *_normed(inputs, LAST, 1), nn.ReLU6())
         self.dropout = nn.Dropout(0.2)
         self.fc = nn.Linear(LAST, classes)
         he_normal(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
+        """Return logits."""
         out: Tensor = self.fc(self.dropout(self.features(x).mean((2, 3))))
         return out

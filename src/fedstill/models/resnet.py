@@ -3,13 +3,13 @@
 Choices:
 
 1. ResNet-18, -34 and -50 begin with a 7×7 convolution of stride 2 and a 3×3 max-pool, as on ImageNet. For images of up to
-   64 pixels they begin with a 3×3 convolution of stride 1 and no pool, as the field does on CIFAR.
+   64 pixels they begin with a 3×3 convolution of stride 1 and no pool, as is common on CIFAR.
 2. Where a block changes its size, "project" puts a 1×1 convolution with BatchNorm on the shortcut (the paper's option B),
    "zeros" takes every second pixel and adds channels of zeros (option A, no parameters). The paper's CIFAR networks (6n+2
    layers) use zeros, and so does resnet32 (CD²-pFed says no more than its name). resnet8 projects, as pFedSD's code does.
-3. The paper does not say where the added channels go, and training cannot tell. Ours lie between the others (channel i
-   becomes channel 2i), so that the last ⌊pC⌋ channels stay among the last ⌊2pC⌋ and the first among the first, for every p:
-   a method that divides the model by channels can divide the shortcut too.
+3. The paper does not say where the added channels go, and training does not depend on it. Ours lie between the others
+   (channel i becomes channel 2i), so that the last ⌊pC⌋ channels stay among the last ⌊2pC⌋ and the first among the first, for
+   every p: a method that divides the model by channels can divide the shortcut too.
 4. A bottleneck has its stride in the 3×3 convolution, as torchvision has it (the paper: in the first 1×1).
 
 Parameters are named as torchvision names them, so its weights for ResNet-18, -34 and -50 can be loaded.
@@ -36,7 +36,7 @@ class Zeros(nn.Module):
         self.factor, self.stride = factor, stride
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input, thinned and widened."""
+        """Subsample the pixels and add channels of zeros."""
         x = F.avg_pool2d(x, 1, self.stride).unsqueeze(2)
         return F.pad(x, (0, 0, 0, 0, 0, self.factor - 1)).flatten(1, 2)
 
@@ -50,7 +50,7 @@ def _shortcut(kind: Shortcut, inputs: int, outputs: int, stride: int) -> nn.Modu
 
 
 class Basic(nn.Module):
-    """Two 3×3 convolutions beside a shortcut."""
+    """Two 3×3 convolutions and a shortcut."""
 
     expansion, layers = 1, 2
 
@@ -61,13 +61,13 @@ class Basic(nn.Module):
         self.downsample = _shortcut(shortcut, inputs, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """ReLU(F(x) + shortcut(x))."""
+        """Return ReLU(F(x) + shortcut(x))."""
         out = F.relu(self.bn1(self.conv1(x)))
         return F.relu(self.bn2(self.conv2(out)) + self.downsample(x))
 
 
 class Bottleneck(nn.Module):
-    """1×1 to `width`, 3×3, and 1×1 to four times `width`, beside a shortcut."""
+    """1×1 to `width`, 3×3, 1×1 to four times `width`, and a shortcut."""
 
     expansion, layers = 4, 3
 
@@ -80,7 +80,7 @@ class Bottleneck(nn.Module):
         self.downsample = _shortcut(shortcut, inputs, outputs, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """ReLU(F(x) + shortcut(x))."""
+        """Return ReLU(F(x) + shortcut(x))."""
         out = F.relu(self.bn1(self.conv1(x)))
         out = F.relu(self.bn2(self.conv2(out)))
         return F.relu(self.bn3(self.conv3(out)) + self.downsample(x))
@@ -89,7 +89,7 @@ class Bottleneck(nn.Module):
 class ResNet(nn.Module):
     """`blocks` per stage; each stage after the first halves the image and doubles `width`. `fc` is the head.
 
-    `stem` "auto" fits the first layers to the image (choice 1); "small" never shrinks it there.
+    `stem` "auto" adapts the first layers to the image's size (choice 1); "small" never reduces the resolution there.
     """
 
     head_modules = "fc"
@@ -123,8 +123,8 @@ class ResNet(nn.Module):
         he_normal(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
-        x = F.relu(self.maxpool(self.bn1(self.conv1(x))))  # the two commute: see cnn.py
+        """Return logits."""
+        x = F.relu(self.maxpool(self.bn1(self.conv1(x))))  # pool and ReLU commute: see cnn.py
         for i in range(1, self.stages + 1):
             x = self.get_submodule(f"layer{i}")(x)
         out: Tensor = self.fc(x.mean((2, 3)))
@@ -132,25 +132,25 @@ class ResNet(nn.Module):
 
 
 def resnet8(shape: Sequence[int], classes: int) -> ResNet:
-    """6n+2 layers with n = 1, widths 16-32-64, projections."""
+    """Build 6n+2 layers with n = 1, widths 16-32-64, projections."""
     return ResNet(shape, classes, Basic, (1, 1, 1), 16, "project", "small")
 
 
 def resnet32(shape: Sequence[int], classes: int) -> ResNet:
-    """6n+2 layers with n = 5, widths 16-32-64, shortcuts without parameters."""
+    """Build 6n+2 layers with n = 5, widths 16-32-64, shortcuts without parameters."""
     return ResNet(shape, classes, Basic, (5, 5, 5), 16, "zeros", "small")
 
 
 def resnet18(shape: Sequence[int], classes: int) -> ResNet:
-    """Basic blocks 2-2-2-2, widths 64-128-256-512."""
+    """Build basic blocks 2-2-2-2 of widths 64-128-256-512."""
     return ResNet(shape, classes, Basic, (2, 2, 2, 2))
 
 
 def resnet34(shape: Sequence[int], classes: int) -> ResNet:
-    """Basic blocks 3-4-6-3, widths 64-128-256-512."""
+    """Build basic blocks 3-4-6-3 of widths 64-128-256-512."""
     return ResNet(shape, classes, Basic, (3, 4, 6, 3))
 
 
 def resnet50(shape: Sequence[int], classes: int) -> ResNet:
-    """Bottlenecks 3-4-6-3, widths 64-128-256-512 (times 4 at their ends)."""
+    """Build bottlenecks 3-4-6-3 of widths 64-128-256-512 (times 4 at their ends)."""
     return ResNet(shape, classes, Bottleneck, (3, 4, 6, 3))
