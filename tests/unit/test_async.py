@@ -67,7 +67,8 @@ def test_fedbuff_by_hand(setting) -> None:
     method, server = fs.FedAvg(), {**w, "other": torch.ones(1)}
     ups = [how.renew(task, server, w, one, 0), how.renew(task, server, base, two, 3)]
     assert ups[0] is one
-    after = how.step(task, server, method.merge(task, server, ups, [1.0, 1.0], [0, 1]))
+    uploads = [fs.Upload(up, 1.0, k) for k, up in enumerate(ups)]
+    after = how.step(task, server, method.merge(task, server, uploads))
     for name in task.net.parameters:
         new = w["params"][name] + 0.7 / 2 * (
             (one["params"][name] - w["params"][name]) + 0.25 * (two["params"][name] - base["params"][name])
@@ -210,11 +211,11 @@ def test_a_run_that_stopped_goes_on_to_the_same_bits(mode: str, tmp_path: Path) 
 def test_a_client_under_way_has_learned_nothing_yet() -> None:
     course = prepared(fs.Ditto(), mode="fedasync", participation=1.0).start()
     first = next(course.rounds())
-    start = course.store.get(first["participants"][0])
-    assert start["seen"] == 1
+    initial = {"": course.coordinator.task.net.initial()}
+    assert not identical({"": course.store.get(first["participants"][0])["v"]}, initial)
     waiting = [int(k) for k in first["busy"]]
     assert len(waiting) == 7
-    assert all(course.store.get(k)["seen"] == 0 for k in waiting)
+    assert all(identical({"": course.store.get(k)["v"]}, initial) for k in waiting)
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------------------

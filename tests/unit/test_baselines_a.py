@@ -32,7 +32,8 @@ def a_task(method: fs.Method, model: str = "plain") -> Task:
     """The task of a prepared run, as client 0 sees it."""
     prepared = simulation.prepare(method, make(model), ragged(), None, Training(**SETTINGS, engine="one"))
     x, y = prepared.trainer.bench.data.train.of(0)
-    site = Site(x, y, torch.arange(len(y)), x.new_tensor(len(y)), x.new_tensor(1))
+    last = torch.tensor(1.0, dtype=torch.float64)
+    site = Site(x, y, torch.arange(len(y)), x.new_tensor(len(y)), x.new_tensor(1), last)
     return replace(prepared.trainer.bench.task, round=2, site=site)
 
 

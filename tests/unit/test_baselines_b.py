@@ -17,17 +17,17 @@ import fedstill as fs
 from fedstill.core import plan, tree
 from fedstill.core.batch import Batch
 from fedstill.core.simplex import simplex_minimum
-from fedstill.core.task import Site, Task
+from fedstill.core.task import Task
 from fedstill.run import simulation
 from fedstill.run.experiment import Training
 
 from ..problems import SETTINGS, make, on_quadratics, point, ragged, run
 
 
-def at_home(method: fs.Method, model: str = "plain", client: int = 0, round: int = 1, **changes) -> Task:
+def at_home(method: fs.Method, model: str = "plain", client: int = 0, round: int = 1, last: int = 0, **changes) -> Task:
     """The task as a client of the shared problem sees it."""
     how = Training(**{**SETTINGS, **changes}, engine="one")
-    return simulation.prepare(method, make(model), ragged(), None, how).trainer.bench.home(round, client)
+    return simulation.prepare(method, make(model), ragged(), None, how).trainer.bench.home(round, client, last)
 
 
 def whole(task: Task) -> Batch:
@@ -71,7 +71,7 @@ def test_a_second_batch_is_the_clients_own_padded_or_not() -> None:
     assert not torch.equal(drawn.index, task.redraw(batch, 2).index)
     assert sorted(task.redraw(whole(task), 1).index.tolist()) == list(range(n)), "a full batch is all samples"
     index = torch.cat([site.index, torch.zeros(5, dtype=torch.int64)])
-    padded = dataclasses.replace(task, site=Site(site.x, site.y, index, site.samples, site.steps))
+    padded = dataclasses.replace(task, site=dataclasses.replace(site, index=index))
     again = padded.redraw(batch, 1)
     assert torch.equal(again.index, drawn.index)
     assert torch.equal(again.key, drawn.key)
@@ -282,20 +282,21 @@ def test_fedfomos_weights_by_hand() -> None:
     data = fs.Federation.from_arrays([(x, y, x, y)] * 3, classes=2)
     method = fs.FedFomo(m=2, val=0)
     how = Training(rounds=1, dtype="float64", device="cpu", engine="one")
-    task = simulation.prepare(method, Constant(), data, None, how).trainer.bench.home(1, 0)
+    bench = simulation.prepare(method, Constant(), data, None, how).trainer.bench
+    task, never = bench.home(2, 0, last=1), bench.home(1, 0)
     at = lambda a, b: {"b": torch.tensor([a, b], dtype=torch.float64)}  # noqa: E731
-    memory = {"before": at(0, 0), "own": at(math.log(3), 0), "seen": torch.ones((), dtype=torch.float64)}
-    down = {"models": {"0": at(0, math.log(3)), "1": at(math.log(7), 0)}, "there": torch.ones(2, dtype=torch.float64)}
+    memory = {"before": at(0, 0), "own": at(math.log(3), 0)}
+    down = {"models": {"0": at(0, math.log(3)), "1": at(math.log(7), 0)}, "who": torch.tensor([1, 2])}
     worth = np.array([math.log(1.5) / math.log(3), 0.0, math.log(1.75) / math.log(7)])
     worth /= worth.sum()
     found = method.weigh(task, down, memory)
     assert found.tolist() == pytest.approx(worth.tolist(), abs=1e-14)
     theta = method.combined(down, memory, found)["b"]
     assert theta.tolist() == pytest.approx([worth[0] * math.log(3) + worth[2] * math.log(7), 0.0], abs=1e-14)
-    nobody = {**down, "there": torch.zeros(2, dtype=torch.float64)}
+    nobody = {**down, "who": torch.tensor([-1, -1])}
     assert method.weigh(task, nobody, memory).tolist() == [1, 0, 0]
-    fresh = {**memory, "own": at(0, 0), "seen": torch.zeros((), dtype=torch.float64)}
-    assert method.weigh(task, nobody, fresh).tolist() == [0, 0, 0], "0/0 counts as 0"
+    fresh = {**memory, "own": at(0, 0)}
+    assert method.weigh(never, nobody, fresh).tolist() == [0, 0, 0], "0/0 counts as 0"
     assert method.combined(nobody, fresh, torch.zeros(3, dtype=torch.float64))["b"].tolist() == [0, 0]
     for ulps in range(-3, 4):  # a model that is θ_k to rounding: no gain over no distance
         near = {**memory, "before": at(math.log(7) * (1 + ulps * 2.0**-52), 0), "own": at(math.log(9), 0)}

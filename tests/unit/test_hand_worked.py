@@ -667,7 +667,7 @@ def at_client(method, w: Weights, data, k: int, round: int, rounds: int = 2) -> 
     ).trainer.bench
     x, y = (torch.from_numpy(part) for part in data[k])
     rows, n = torch.arange(len(y)), torch.tensor(float(len(y)), dtype=torch.float64)
-    site = Site(x, y, rows, n, torch.tensor(2.0, dtype=torch.float64))
+    site = Site(x, y, rows, n, torch.tensor(2.0, dtype=torch.float64), torch.tensor(round - 1.0, dtype=torch.float64))
     return bench.at(round, site), Batch(x, y, rows, torch.zeros((), dtype=torch.int64))
 
 
@@ -705,7 +705,7 @@ def second_round(method, phase: int):
     local = method.begin(task, down, memory)
     models = {p.model for p in method.phases(task)}
     _, memory = method.finish(task, down, memory, {**local, **dict.fromkeys(models, trained)})
-    task = dataclasses.replace(task, round=2)
+    task = at_client(method, w, data, 0, round=2)[0]
     (down, asked), (memory, more) = requiring(down), requiring(memory)
     local = method.begin(task, down, memory)
     stage = method.phases(task)[phase]

@@ -122,14 +122,14 @@ def test_steps_by_hand(tmp_path: Path) -> None:
     assert "1 + as many as fit (v) local epochs" in run.table()
     for t in (1, 2):
         task = dataclasses.replace(bench.task, round=t)
-        works = [Work(k, method.send(task, server, k), memory[k], part="generic") for k in (0, 1)]
+        works = [Work(k, method.send(task, server, k), memory[k], part="generic", last=t - 1) for k in (0, 1)]
         done = list(trainer.train(t, works))
         idle = [
             dataclasses.replace(work, part="idle", local=one.local, steps=budgets[t][work.client])
             for work, one in zip(works, done, strict=True)
         ]
         memory = {one.client: one.memory for one in trainer.train(t, idle)}
-        server = method.merge(task, server, [one.up for one in done], [16.0, 16.0], [0, 1])
+        server = method.merge(task, server, [fs.Upload(one.up, 16.0, one.client) for one in done])
     assert identical({"": server["params"]}, {"": run.server["params"]})
     for k in (0, 1):
         assert identical({"": tree.flatten(memory[k])}, {"": tree.flatten(run.memory(k))})
@@ -220,8 +220,8 @@ def test_who_has_not_begun_is_scored_as_it_was(unselected: str, engine: str, tmp
         assert record["background"]["1"][1] > record["time"]
         assert record["ready"] == record["time"]  # no personal step is left to be made
         assert "free" not in record
-    assert run.memory(0)["seen"] == 1
-    assert run.memory(1)["seen"] == 0
+    moved = [not identical({"": run.memory(k)["v"]}, {"": make_initial(run)}) for k in (0, 1)]
+    assert moved == [True, False]
     assert identical({"": run.personal(1)}, {"": run.generic()})
 
 
@@ -233,7 +233,7 @@ def test_a_model_that_was_sent_in_vain_changes_nothing(engine: str, tmp_path: Pa
     run = prepared(fs.Ditto(), engine, **how, **UNTIL).run()
     asked = {k for record in run.history for k in record["asked"]}
     assert len(asked) == 4  # who was asked is at it for a long time
-    assert [run.memory(k)["seen"].item() for k in range(6)] == [0] * 6
+    assert all(identical({"": run.memory(k)["v"]}, {"": make_initial(run)}) for k in range(6))
     assert all(record["personal_clients"] == record["generic_clients"] for record in run.history)
 
 

@@ -83,7 +83,7 @@ class FedFomo(FedAvg, mean="uniform"):
         who = self.chosen(task, server, client)[:places]
         empty = places - len(who)
         models = [*(server["models"][str(k)] for k in who), *[server["params"]] * empty]
-        ids = torch.tensor([*who, *[-1] * empty], dtype=torch.int64, device=task.net.device)
+        ids = torch.tensor([*who, *[-1] * empty], dtype=torch.int32, device=task.net.device)
         return {"models": {str(i): model for i, model in enumerate(models)}, "who": ids}
 
     def weigh(self, task: Task, down: Tree, memory: Tree) -> Tensor:

@@ -50,8 +50,9 @@ class PFedMe(FedAvg, mean="uniform"):
     personal_lr: float = setting(0.09, "η_p, learning rate of these steps", above=0)
     beta: float = setting(1.0, "β, the server's step towards the mean", above=0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self, task: Task) -> None:
+        """Refuse inner steps that diverge."""
+        super().check(task)
         if self.personal_lr * self.lam > 2:  # |1 − η_p·λ| > 1
             right = f"at most {2 / self.lam:g} (2/λ) with lam {self.lam:g}, or the inner steps diverge"
             raise InputError("personal_lr", self.personal_lr, right)
