@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ..core.errors import InputError
+from ..core.errors import InputError, Shown
 from .arrays import check_same, read_labels, read_samples
 from .dataset import Dataset, Ints
 from .partition import Partition, deal, parse
@@ -144,6 +144,11 @@ class Federation:
         the official test part as the global test set. `split="official"` implies `"train"` and draws the local tests
         from the official test part. `clients=None` takes the number from the `owner`, `domain` or `file` partition.
         """
+        if not isinstance(dataset, Dataset):
+            right = (
+                "a fedstill.data.Dataset, as fedstill.data.load('digits') returns; arrays go to Federation.from_arrays"
+            )
+            raise InputError("dataset", Shown(type(dataset).__name__), right)
         how, parts = parse(partition), parse_split(split)
         if pool not in ("all", "train"):
             raise InputError("pool", pool, "'all' or 'train'")

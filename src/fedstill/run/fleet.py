@@ -24,6 +24,7 @@ from ..engine.stage import say
 from ..server.coordinator import Record
 from ..server.sampler import BY_PLAN
 from ..transport.messages import Order, Reply
+from . import legal
 from .experiment import Experiment
 from .joined import Apart, Joined, Plans, Stores
 from .result import Run
@@ -47,6 +48,7 @@ def run_together(
     with one line that says why. `progress` is told the last one's records. Where one cannot go on, the others are run to their
     ends before `TrainingError` says so.
     """
+    legal.check_runs(experiments, outs, federations, progress)
     told = [None] * (len(experiments) - 1) + [progress]
     return _whole(try_together(experiments, outs=outs, progress=told, federations=federations))
 

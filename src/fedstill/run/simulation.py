@@ -17,7 +17,7 @@ from torch import nn
 from .. import data as sources
 from .. import models, scores
 from ..core import settings, tree
-from ..core.errors import InputError, Shown
+from ..core.errors import InputError, Shown, check_callable, check_path
 from ..core.method import Method
 from ..core.plan import Plan
 from ..core.task import Task
@@ -46,6 +46,7 @@ from ..timing.schedule import Schedule, Trigger
 from ..timing.wait_free import Background
 from ..transport.local import LocalTransport
 from ..transport.messages import Order
+from . import legal
 from .experiment import Experiment, Training, to_toml
 from .journal import Journal, write
 from .result import Run
@@ -76,6 +77,7 @@ def simulate(
     if isinstance(training.get("device"), torch.device):
         training["device"] = str(training["device"])
     how = settings.build(Training, training)
+    legal.check_simulate(method, model, data, out, resume, progress)
     simulation = prepare(method, model, data, head, how)
     journal = None
     if out is not None:
@@ -101,6 +103,7 @@ def run(
     federation: Federation | None = None,
 ) -> Run:
     """Run a whole experiment: read and divide the data, build the model, train. `federation` saves reading it again."""
+    legal.check_run(experiment, out, progress, federation)
     return begin(experiment, out=out, progress=progress, federation=federation).run()
 
 
@@ -129,6 +132,8 @@ def begin(
 
 def resume(folder: str | Path, *, progress: Progress | None = None) -> Run:
     """Go on with a run from its newest checkpoint, to the same bits as if it had never stopped."""
+    check_path("folder", folder)
+    check_callable("progress", progress)
     journal = Journal(folder)
     experiment = Experiment.from_toml(journal.folder / "experiment.toml")
     simulation, federation = from_experiment(experiment)
