@@ -23,10 +23,9 @@ from ..engine.trainer import Trainer
 from ..nn.net import Net
 from ..nn.split import by_head
 from ..scores.external import with_external
-from ..server.optimizer import Rule
 from ..server.sampler import count
-from ..timing import clock, wait_free
-from ..timing.asynchronous import Asynchrony
+from ..timing import clock
+from . import legal
 from .experiment import Experiment, Training
 
 PYTHON = "(python)"  # in experiment.toml: given as an object, so that only the same call of simulate() can continue
@@ -129,18 +128,11 @@ def prepare(
         weight_decay=training.weight_decay,
         seed=training.seed,
     )
-    method.check(task)
-    Rule.of(method, training)
+    legal.check(method, task, training)
     plan = Plan(training.seed, training.batch_size)
     joining = scores.newcomers(plan, len(federation), training.newcomers)
-    if training.fine_tune and training.fine_tune_part == "head":
-        task.need_split()
     bench = Bench(method, task, JointPlan((plan,), len(federation)), JointData([manager]))
     together = count(task.clients, training.participation)
-    if training.minimum > together:
-        raise InputError("minimum", training.minimum, f"at most {together}, the clients that are wanted in a round")
-    Asynchrony.of(method, training, together)
-    wait_free.check(method, task, training)
     devices = None
     if training.profile:
         devices = clock.Devices.of(

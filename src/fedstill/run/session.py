@@ -170,7 +170,7 @@ def rounds_of(sim: Simulation) -> Rounds:
     if sim.devices is None:
         return Rounds()
     clock = Clock(sim.devices, training.seed, np.array(sim.data.train.sizes))
-    asynchrony = Asynchrony.of(sim.method, training, count(sim.task.clients, training.participation))
+    asynchrony = Asynchrony.of(sim.method, training, training, count(sim.task.clients, training.participation))
     if asynchrony is not None:
         return Asynchronous(clock, asynchrony=asynchrony)
     trigger = Trigger(training.deadline, training.over_select)

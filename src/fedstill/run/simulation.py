@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from ..core import settings
-from ..core.errors import InputError, TrainingError
+from ..core.errors import InputError, TrainingError, check_callable, check_path
 from ..core.method import Method
 from ..data import Federation
 from ..server.coordinator import Callback
 from ..timing import clock
+from . import legal
 from .callbacks import Progress
 from .experiment import Experiment, Training, to_toml
 from .journal import Journal
@@ -48,6 +49,7 @@ def simulate(
         training["dtype"] = str(training["dtype"]).removeprefix("torch.")
     if isinstance(training.get("device"), torch.device):
         training["device"] = str(training["device"])
+    legal.check_simulate(method, model, data, out, resume, progress)
     simulation = prepare(method, model, data, head, settings.build(Training, training))
     journal = None
     if out is not None:
@@ -75,6 +77,7 @@ def run(
     transport: Transports | None = None,
 ) -> Run:
     """Run a whole experiment: read and divide the data, build the model, train. `federation` saves reading it again."""
+    legal.check_run(experiment, out, progress, federation)
     return finish(begin(experiment, out=out, progress=progress, federation=federation), transport)
 
 
@@ -101,6 +104,8 @@ def begin(
 
 def resume(folder: str | Path, *, progress: Progress | None = None, transport: Transports | None = None) -> Run:
     """Continue a run from its newest checkpoint, to the same bits as if it had never stopped."""
+    check_path("folder", folder)
+    check_callable("progress", progress)
     journal = Journal(folder)
     journal.check_version()
     experiment = Experiment.from_toml(journal.folder / "experiment.toml")

@@ -13,6 +13,7 @@ from pathlib import Path
 from ..core.errors import CannotStack, TrainingError, first_line
 from ..data import Federation
 from ..engine.stage import say
+from . import legal
 from .callbacks import Progress
 from .experiment import Experiment
 from .result import Run
@@ -33,6 +34,7 @@ def run_together(
     with one line that says why. `progress` is given the last one's records. Where one cannot go on, the others are run to their
     ends before `TrainingError` says so.
     """
+    legal.check_runs(experiments, outs, federations, progress)
     follow = [None] * (len(experiments) - 1) + [progress]
     return _all_or_raise(try_together(experiments, outs=outs, progress=follow, federations=federations))
 

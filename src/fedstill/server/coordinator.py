@@ -280,7 +280,10 @@ class Coordinator:
         taken = {reply.client: reply.round for reply, _ in exchange.merged}
         for k in {*cohort, *taken} - exchange.pending:
             before = self.settled.get(k, (0, 0))[1]
-            self.settled[k] = max(round if k in cohort else 0, taken.get(k, 0)), taken[k] if enough and k in taken else before
+            self.settled[k] = (
+                max(round if k in cohort else 0, taken.get(k, 0)),
+                taken[k] if enough and k in taken else before,
+            )
 
     def remembered(self, cohort: list[int], exchange: Exchange) -> Record:
         """Return what samplers other than `uniform` use later."""

@@ -26,7 +26,6 @@ from ..core.tree import Params, Tree
 
 if TYPE_CHECKING:
     from ..core.method import Method
-    from ..run.experiment import Training
 
 STATE = "rule"  # where the server's state keeps a rule's own
 STEP = {"momentum": 1.0, "adam": 0.01, "yogi": 0.01}  # η where none is given
@@ -70,7 +69,7 @@ class Rule:
         return moved, {"m": m, "v": v}
 
     @classmethod
-    def of(cls, method: Method, training: Training) -> Rule | None:
+    def of(cls, method: Method, training: ServerOptimizer) -> Rule | None:
         """The rule that a run asks for, refused where the method's merge is no mean; None: the mean itself."""
         if training.server == "mean":
             return None

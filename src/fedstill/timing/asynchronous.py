@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -33,18 +33,15 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.errors import InputError
-from ..core.method import Upload
+from ..core.method import Method, Upload
 from ..core.task import Task
+from ..core.training import ServerOptimizer, Timing
 from ..core.tree import Params, Tree
 from ..server.coordinator import Coordinator, Exchange
 from ..server.traffic import each, nbytes
 from ..transport.messages import Dialogue, Order, Reply, Request
 from .clock import Spans
 from .schedule import MERGE, Floats, Outcome, Schedule, as_numbers, epochs
-
-if TYPE_CHECKING:
-    from ..core.method import Method
-    from ..run.experiment import Training
 
 BUFFER = 10  # K where none is given and so many are at work
 SLOPE = {"constant": 0.0, "hinge": 10.0, "polynomial": 0.5}  # a where none is given
@@ -63,21 +60,21 @@ class Asynchrony:
     b: int = 4
 
     @classmethod
-    def of(cls, method: Method, training: Training, together: int) -> Asynchrony | None:
+    def of(cls, method: Method, timing: Timing, server: ServerOptimizer, together: int) -> Asynchrony | None:
         """The mode that a run asks for, refused where the method or another setting does not go with it."""
-        kind = training.mode
+        kind = timing.mode
         if kind == "sync":
             return None
         if not method.averages:
             right = f"'sync' for {method.id}: what its server does is no plain mean of models, so a stale reply cannot join it"
             raise InputError("mode", kind, right)
-        if kind == "fedbuff" and training.buffer > together:
+        if kind == "fedbuff" and timing.buffer > together:
             right = f"at most {together}, the clients at work at a time, or fewer replies would never come"
-            raise InputError("buffer", training.buffer, right)
-        buffer = 1 if kind == "fedasync" else training.buffer or min(BUFFER, together)
-        lr = training.server_lr or 1.0 if training.server == "mean" else 1.0
-        slope = training.staleness_a or SLOPE[training.staleness]
-        return cls(kind, buffer, training.mixing, lr, training.staleness, slope, training.staleness_b)
+            raise InputError("buffer", timing.buffer, right)
+        buffer = 1 if kind == "fedasync" else timing.buffer or min(BUFFER, together)
+        lr = server.server_lr or 1.0 if server.server == "mean" else 1.0
+        slope = timing.staleness_a or SLOPE[timing.staleness]
+        return cls(kind, buffer, timing.mixing, lr, timing.staleness, slope, timing.staleness_b)
 
     def words(self) -> str:
         """The mode and its numbers in words."""

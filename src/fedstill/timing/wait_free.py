@@ -19,7 +19,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from ..core.errors import InputError
 from ..core.method import Method
 from ..core.plan import Plan
 from ..core.task import Task
+from ..core.training import Timing
 from ..core.tree import Tree
 from ..server.aggregator import check_converging
 from ..server.coordinator import Coordinator, Exchange
@@ -35,11 +36,8 @@ from ..transport.messages import Dialogue, Order, Reply, Request
 from .clock import Clock
 from .schedule import Outcome, Schedule
 
-if TYPE_CHECKING:
-    from ..run.experiment import Training
 
-
-def check(method: Method, task: Task, training: Training) -> None:
+def check(method: Method, task: Task, training: Timing) -> None:
     """Refuse what cannot train without waiting, with the reason."""
     kind = training.wait_free
     if kind == "off":
@@ -50,8 +48,6 @@ def check(method: Method, task: Task, training: Training) -> None:
             "it has no personal work that its upload does not depend on"
         )  # fmt: skip
         raise InputError("wait_free", kind, f"'off' for {method.id}: {why}")
-    if kind == "until-download" and training.forgetting:
-        raise InputError("forgetting", True, "false with wait_free 'until-download': nobody knows when training ends")
 
 
 @dataclass

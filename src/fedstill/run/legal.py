@@ -1,0 +1,125 @@
+"""The checks that need more than one object: the method, its task and the settings; and the arguments of `simulate` and `run`.
+
+What the settings alone decide (types, limits, fields that contradict one another) `Training` has refused when it was made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .. import scores
+from ..core.errors import InputError, Shown, check_callable, check_path
+from ..core.method import Method
+from ..core.plan import Plan
+from ..core.task import Task
+from ..data import Federation
+from ..server.optimizer import Rule
+from ..server.sampler import count
+from ..timing import wait_free
+from ..timing.asynchronous import Asynchrony
+from .experiment import Experiment, Training, check_method
+
+
+def check(method: Method, task: Task, training: Training) -> None:
+    """Refuse settings that the method, its model or the number of clients does not allow.
+
+    `task.clients` is the number of clients that train, without `training.newcomers`.
+    """
+    everyone = task.clients + training.newcomers
+    scores.newcomers(Plan(training.seed, training.batch_size), everyone, training.newcomers)
+    method.check(task)
+    if training.fine_tune and training.fine_tune_part == "head":
+        task.need_split()
+    wanted = count(task.clients, training.participation)
+    if training.minimum > wanted:
+        raise InputError("minimum", training.minimum, f"at most {wanted}, the clients that are wanted in a round")
+    Rule.of(method, training)
+    Asynchrony.of(method, training, training, wanted)
+    wait_free.check(method, task, training)
+
+
+def check_simulate(method: object, model: object, data: object, out: object, resume: object, progress: object) -> None:
+    """Refuse arguments of `simulate` that are of another kind than it takes."""
+    check_method(method)
+    check_federation("data", data)
+    check_model(model)
+    check_callable("progress", progress)
+    if not isinstance(resume, bool) or (resume and out is None):
+        raise InputError("resume", resume, "true or false, and true only with `out`, the folder of the run to resume")
+    if out is not None and not resume:
+        check_out(out)
+
+
+def check_run(experiment: object, out: object = None, progress: object = None, federation: object = None) -> None:
+    """Refuse arguments of `run` that are of another kind than it takes."""
+    if not isinstance(experiment, Experiment):
+        right = "a fedstill.Experiment, such as fedstill.Experiment(method=fedstill.PFedSD(), rounds=20)"
+        raise InputError("experiment", Shown(repr(experiment)), right)
+    check_callable("progress", progress)
+    if federation is not None:
+        check_federation("federation", federation)
+    if out is not None:
+        check_out(out)
+
+
+def check_runs(experiments: object, outs: object, federations: object, progress: object) -> None:
+    """Refuse arguments of `run_together` that are of another kind than it takes, or lists of different lengths."""
+    if not isinstance(experiments, Sequence) or not experiments:
+        raise InputError("experiments", Shown(type(experiments).__name__), "a list of one or more fedstill.Experiment")
+    check_callable("progress", progress)
+    for field, items in (("outs", outs), ("federations", federations)):
+        if items is not None and (not isinstance(items, Sequence) or len(items) != len(experiments)):
+            shown = f"{type(items).__name__}" + (f" of {len(items)}" if isinstance(items, Sequence) else "")
+            raise InputError(field, Shown(shown), f"a list of {len(experiments)}, one for each experiment")
+    none = [None] * len(experiments)
+    lists: list[Sequence[Any]] = [experiments, *(x if isinstance(x, Sequence) else none for x in (outs, federations))]
+    for experiment, out, federation in zip(*lists, strict=True):
+        check_run(experiment, out, None, federation)
+
+
+def check_federation(field: str, value: object) -> None:
+    """Refuse data that is no `Federation`."""
+    if not isinstance(value, Federation):
+        right = "a fedstill.Federation, for example Federation.from_arrays"
+        raise InputError(field, Shown(type(value).__name__), right)
+
+
+def check_model(model: object) -> None:
+    """Refuse a model that is neither a module nor a function, or class, that can be called without arguments."""
+    right = "an nn.Module, or a function that makes one"
+    if isinstance(model, nn.Module):
+        return
+    if not callable(model):
+        raise InputError("model", Shown(type(model).__name__), right)
+    try:
+        inspect.signature(model).bind()
+    except TypeError as error:
+        raise InputError("model", Shown(getattr(model, "__name__", repr(model))), f"{right} ({error})") from None
+    except ValueError:
+        return  # some functions that are written in C have no signature
+
+
+def check_out(out: object) -> None:
+    """Refuse a results folder that holds something or cannot be written; leave nothing behind."""
+    check_path("out", out)
+    folder = Path(str(out))
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        right = "a folder that is new or empty ('fedstill resume FOLDER' goes on with a run)"
+        raise InputError("out", str(folder), right)
+    new = [parent for parent in (folder.absolute(), *folder.absolute().parents) if not parent.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".part").touch()
+        (folder / ".part").unlink()
+    except OSError as error:
+        raise InputError("out", str(folder), f"a folder that can be written ({error.strerror})") from None
+    finally:
+        for parent in new:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
