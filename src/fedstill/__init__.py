@@ -46,6 +46,7 @@ from .methods.pfedme import PFedMe
 from .methods.pfedsd import PFedSD
 from .methods.scaffold import SCAFFOLD
 from .methods.spectral import SpectralCoDistillation
+from .report import text as _text  # noqa: F401 - `Run.table` prints with it
 from .run.evaluate import Evaluation
 from .run.experiment import Experiment, Training
 from .run.result import Run

@@ -22,7 +22,9 @@ from fedstill.transport.messages import Reply
 from ..problems import SETTINGS, make, ragged
 
 SIZES = ((13, 5), (7, 3), (4, 2), (10, 4), (5, 1), (9, 2), (6, 3), (8, 2))
-BOOKS: dict[str, Callable[[Tree, list[Tree]], tuple[Tree, list[Tree]]]] = {  # what the server has, what the clients have
+BOOKS: dict[
+    str, Callable[[Tree, list[Tree]], tuple[Tree, list[Tree]]]
+] = {  # what the server has, what the clients have
     "scaffold": lambda server, memories: (server["c"], [memory["c"] for memory in memories]),
     "feddyn": lambda server, memories: (server["h"], [memory["g"] for memory in memories]),
     "l2gd": lambda server, memories: (server["params"], [memory["params"] for memory in memories]),
@@ -53,7 +55,15 @@ def gap(run: fs.Run) -> float:
 
 
 def trained(method: fs.Method, seed: int, transport: Callable[[Edge], object] = LocalTransport, **changes) -> fs.Run:
-    settings = {**SETTINGS, "rounds": 6, "participation": 0.6, "seed": seed, "engine": "one", "eval_every": 6, **changes}
+    settings = {
+        **SETTINGS,
+        "rounds": 6,
+        "participation": 0.6,
+        "seed": seed,
+        "engine": "one",
+        "eval_every": 6,
+        **changes,
+    }
     return fs.simulate(method, model=make("plain"), data=ragged(SIZES), transport=transport, **settings)
 
 
@@ -103,7 +113,9 @@ def test_the_books_agree_under_a_deadline(method: str, late: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("timing", [{}, {"profile": "lognormal:1", "over_select": 1.4, "late": "fold"}], ids=["plain", "timed"])
+@pytest.mark.parametrize(
+    "timing", [{}, {"profile": "lognormal:1", "over_select": 1.4, "late": "fold"}], ids=["plain", "timed"]
+)
 def test_the_books_agree_when_the_gate_rejects(method: str, timing: dict) -> None:
     run = trained(METHODS[method], 3, Corrupting, participation=1.0, **timing)
     rejected = [record["rejected"] for record in run.history if "rejected" in record]

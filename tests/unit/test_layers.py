@@ -30,7 +30,9 @@ FREE = {"__init__", "__main__"}  # the front door imports everything
 
 
 def modules() -> list[Path]:
-    return sorted(file for file in SOURCE.rglob("*.py") if file.relative_to(SOURCE).parts[0].removesuffix(".py") not in FREE)
+    return sorted(
+        file for file in SOURCE.rglob("*.py") if file.relative_to(SOURCE).parts[0].removesuffix(".py") not in FREE
+    )
 
 
 def name_of(file: Path) -> str:
@@ -58,7 +60,7 @@ def imported(file: Path) -> Iterator[str]:
 
 
 def package_of(module: str) -> str:
-    return (module.split(".") + [""])[1]
+    return ([*module.split("."), ""])[1]
 
 
 def test_every_package_has_its_layer() -> None:

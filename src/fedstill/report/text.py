@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from .. import scores
 from ..core import settings
+from ..data import Federation
 from ..run.evaluate import Evaluation
+from ..run.experiment import Experiment
+from ..run.result import Run, register_table
 from ..server.optimizer import Rule
 from ..server.sampler import count
 from ..timing.asynchronous import Asynchrony
 from . import costs
 from .costs import NONE
 from .local_work import work_lines
-
-if TYPE_CHECKING:
-    from ..data import Federation
-    from ..run.experiment import Experiment
-    from ..run.result import Run
 
 
 @dataclass(frozen=True)
@@ -261,7 +259,7 @@ def time_lines(groups: Mapping[str, Sequence[Run]]) -> list[str]:
         how = runs[0].training
         if not how.profile:
             continue
-        mode = Asynchrony.of(runs[0].method, how, count(runs[0].task.clients, how.participation))
+        mode = Asynchrony.of(runs[0].method, how, how, count(runs[0].task.clients, how.participation))
         said = [mode.words()] if mode is not None else []
         said += [f"wait-free ({how.wait_free})"] if how.wait_free != "off" else []
         seconds = [run.history[-1]["time"] for run in runs]
@@ -300,3 +298,6 @@ def _line(texts: Sequence[str], widths: Sequence[int]) -> str:
     """The first column to the left, numbers to the right."""
     first, *rest = zip(texts, widths, strict=True)
     return "  ".join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in rest)])
+
+
+register_table(table)

@@ -11,19 +11,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..core import tree
+from ..core.tree import Tree
 from ..engine import flops
+from ..engine.bench import Bench
 from ..engine.flops import Flops, Work
+from ..engine.trainer import Trainer
+from ..scores.score import Finished
 from ..server.traffic import SPLIT, nbytes
-
-if TYPE_CHECKING:
-    from ..core.tree import Tree
-    from ..engine.bench import Bench
-    from .result import Run
 
 __all__ = ["Cost", "Flops", "Work", "cost", "nbytes", "numbers", "seconds"]
 
@@ -69,7 +68,30 @@ class Cost:
         }
 
 
-def cost(run: Run, bench: Bench | None = None) -> Cost:
+class Accountable(Finished, Protocol):
+    """A finished run, as far as its cost needs it."""
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """One record a round."""
+
+    @property
+    def server(self) -> Tree:
+        """The server's state."""
+
+    @property
+    def trainer(self) -> Trainer:
+        """What trained the clients."""
+
+    @property
+    def has_data(self) -> bool:
+        """Whether the clients are still there."""
+
+    def memory(self, client: int) -> Tree:
+        """Return what a client keeps."""
+
+
+def cost(run: Accountable, bench: Bench | None = None) -> Cost:
     """A run's cost. FLOPs are those of a client of mean size, counted once, in the state after the last round.
 
     With a `bench` the steps and FLOPs are those of its clients; the run, on fewer samples, gave the state and the messages.

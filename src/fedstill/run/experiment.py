@@ -17,7 +17,7 @@ from ..core import settings
 from ..core.errors import InputError, Shown, check_path, nearest
 from ..core.method import Method
 from ..core.settings import setting
-from ..core.training import FurtherScores, LocalTraining, Machine, FederationSettings, ServerOptimizer, Timing
+from ..core.training import FederationSettings, FurtherScores, LocalTraining, Machine, ServerOptimizer, Timing
 from ..server.sampler import BY_PLAN, SAMPLERS
 from ..timing import clock
 
@@ -36,6 +36,10 @@ class Training(
             clock.parse(self.profile)
         elif self.sampler == "available":
             raise InputError("sampler", self.sampler, "another without a profile of devices, as uniform")
+        if self.wait_free == "until-download" and self.forgetting:
+            raise InputError(
+                "forgetting", True, "false with wait_free 'until-download': nobody knows when training ends"
+            )
         some_rest = self.participation < 1 or self.availability < 1
         capped = self.personal_cap or self.unselected == "broadcast"
         if self.wait_free == "until-download" and some_rest and not capped:

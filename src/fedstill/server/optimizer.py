@@ -16,16 +16,15 @@ checkpoint holds it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
 from ..core import tree
 from ..core.errors import InputError
+from ..core.method import Method
+from ..core.training import ServerOptimizer
 from ..core.tree import Params, Tree
-
-if TYPE_CHECKING:
-    from ..core.method import Method
 
 STATE = "rule"  # where the server's state keeps a rule's own
 STEP = {"momentum": 1.0, "adam": 0.01, "yogi": 0.01}  # η where none is given
