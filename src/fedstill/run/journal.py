@@ -28,6 +28,7 @@ from ..core import tree
 from ..core.errors import InputError
 from ..core.tree import Tree
 from ..nn.kernels.convolution import Choices
+from .experiment import FORMAT
 
 KEEP = 2  # checkpoints kept: a kill while one is written leaves the one before
 PART = 256 * 2**20  # bytes of clients' memories in one file
@@ -221,6 +222,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
     return {
         "fedstill": __version__,
+        "format": FORMAT,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "numpy": np.__version__,

@@ -47,7 +47,7 @@ from ..timing.wait_free import Background
 from ..transport.local import LocalTransport
 from ..transport.messages import Order
 from . import legal
-from .experiment import Experiment, Training, to_toml
+from .experiment import Experiment, Training, check_format, to_toml
 from .journal import Journal, write
 from .result import Run
 
@@ -134,6 +134,7 @@ def resume(folder: str | Path, *, progress: Progress | None = None) -> Run:
     """Go on with a run from its newest checkpoint, to the same bits as if it had never stopped."""
     check_path("folder", folder)
     check_callable("progress", progress)
+    check_format(folder)
     journal = Journal(folder)
     experiment = Experiment.from_toml(journal.folder / "experiment.toml")
     simulation, federation = from_experiment(experiment)
