@@ -218,7 +218,7 @@ def test_a_demo_with_bad_input_leaves_the_earlier_one(capsys) -> None:
         ("models mlp", "left out"),
         ("data shwo", "'show'?"),
         ("data show --out who.gif", "--out = 'who.gif'"),
-        ("data show --out no/where.png", "a folder that is there"),
+        ("data show --out no/where.png", "a folder that exists"),
         ("data show --partition classes:11", "--partition = 'classes:11'"),
         ("demo pfedsd", "'fedstill compare METHOD…'"),
     ],

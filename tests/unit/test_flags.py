@@ -7,7 +7,7 @@ import pytest
 
 from fedstill.cli import flags
 from fedstill.cli.job import plan
-from fedstill.cli.train import COMPARE, RUN, SHOW
+from fedstill.cli.train import COMPARE, DEMO, RUN
 from fedstill.core import settings
 from fedstill.core.errors import InputError
 from fedstill.core.settings import setting
@@ -99,10 +99,10 @@ def test_help_has_every_field_with_limits_and_default() -> None:
         assert part in text
 
 
-@pytest.mark.parametrize("face", [RUN, COMPARE, SHOW], ids=lambda face: face.command)
-def test_help_of_the_commands_names_every_field(face) -> None:
-    text = face.parser(face.methods).format_help()
-    classes = [Experiment, *(METHODS[name] for name in face.methods)]
+@pytest.mark.parametrize("usage", [RUN, COMPARE, DEMO], ids=lambda usage: usage.command)
+def test_help_of_the_commands_names_every_field(usage) -> None:
+    text = usage.parser(usage.methods).format_help()
+    classes = [Experiment, *(METHODS[name] for name in usage.methods)]
     for field in (field for cls in classes for field in settings.fields_of(cls)):
         assert flags.flag(field.name) in text
     assert "examples:" in text

@@ -156,7 +156,7 @@ def test_on_the_command_line(tmp_path: Path, capsys) -> None:
     assert main(["run", "pfedkd-wcl", "--server", "average", *tiny]) == 0
     assert "server average" not in capsys.readouterr().out
     assert main(["run", "fedavg", "--server-lr", "0.5", *tiny]) == 0
-    assert "--server-lr has no effect on fedavg without --server" in capsys.readouterr().out
+    assert "--server-lr has no effect without --server" in capsys.readouterr().out
 
 
 def test_a_rules_state_never_travels() -> None:

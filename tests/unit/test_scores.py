@@ -423,14 +423,12 @@ def test_a_table_of_several_says_whose_epochs_and_momentum() -> None:
 
 
 def test_flags_without_effect_are_named() -> None:
-    def ignored(method: fs.Method, *given: str) -> list[str]:
+    def ignored(method: fs.Method, *given: str) -> list[tuple[str, str]]:
         ready = simulation.prepare(method, Plain(), ragged(), None, Training())
         return without_effect(method, ready.trainer.bench.task, ready.training, given)
 
-    assert ignored(fs.FedRep(), "epochs", "lr") == [
-        "--epochs has no effect on fedrep: its own are 10 (head) + 1 (body)"
-    ]
-    assert ignored(fs.SCAFFOLD(), "momentum", "epochs") == ["--momentum has no effect on scaffold: its momentum is 0"]
+    assert ignored(fs.FedRep(), "epochs", "lr") == [("epochs", "on fedrep: its own are 10 (head) + 1 (body)")]
+    assert ignored(fs.SCAFFOLD(), "momentum", "epochs") == [("momentum", "on scaffold: its momentum is 0")]
     assert ignored(fs.FedAvg(), "epochs", "momentum", "lr", "nesterov") == []
 
 

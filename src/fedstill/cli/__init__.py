@@ -1,4 +1,4 @@
-"""The command `fedstill`. Bad input is one line on stderr and status 2; training that cannot go on, status 1."""
+"""The command `fedstill`. Bad input is reported in one line on stderr, with exit status 2; failed training with status 1."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "compare": (train.compare, "run several methods on the same data and set them side by side"),
     "sweep": (train.sweep, "run one method with several values of a field: fedstill sweep pfedsd lam=0.1,0.5,1"),
     "demo": (train.demo, "compare four methods on handwritten digits; a table and a picture in a minute"),
-    "resume": (train.resume, "go on with a run that was stopped"),
+    "resume": (train.resume, "continue a run that was stopped"),
     "costs": (costs.costs, "what a round costs by method: time, FLOPs, bytes, beside the first paper's numbers"),
     "timeline": (timeline.timeline, "draw a run's rounds in simulated time as a Gantt chart"),
     "methods": (show.methods, "the methods there are, with their papers and flags"),
@@ -45,9 +45,9 @@ EXAMPLES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status."""
+    """Run a command; return the exit status."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, ValueError):  # a terminal that cannot write ± writes ?
+        with contextlib.suppress(AttributeError, ValueError):  # write ? where a terminal cannot write ±
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _stop(str(stopped) or "stopped", 130)
     except torch.cuda.OutOfMemoryError:
         return _stop("the GPU's memory is full: a smaller --cohort trains fewer clients at once", 1)
-    except BrokenPipeError:  # the reader has gone, as in `fedstill methods | head -1`
+    except BrokenPipeError:  # the reader has closed its end, as in `fedstill methods | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
@@ -70,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: Sequence[str]) -> None:
+    """Run the command that the first word names."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(overview())
     elif words[0] in ("-V", "--version"):
@@ -81,15 +82,16 @@ def _dispatch(words: Sequence[str]) -> None:
 
 
 def overview() -> str:
-    """What `fedstill` alone prints."""
+    """Return the text that `fedstill` prints without a command."""
     lines = ["fedstill: personalised federated learning by distillation", "", "commands:"]
     lines += [f"  {name:<9} {line}" for name, (_, line) in COMMANDS.items()]
     width = max(len(command) for command, _ in EXAMPLES)
     lines += ["", "examples:", *(f"  {command:<{width}}  # {what}" for command, what in EXAMPLES)]
-    lines += ["", "'fedstill COMMAND --help' lists a command's flags, 'fedstill --version' says the version."]
+    lines += ["", "'fedstill COMMAND --help' lists a command's flags, 'fedstill --version' prints the version."]
     return "\n".join(lines)
 
 
 def _stop(message: str, status: int) -> int:
+    """Print an error in one line; return the exit status."""
     print(f"fedstill: {' '.join(message.split())}", file=sys.stderr)
     return status

@@ -1,4 +1,4 @@
-"""The command `costs`: what a round of each method costs, as the first paper's Tables 10 and 11 have it."""
+"""The command `costs`: what a round of each method costs, as in the first paper's Tables 10 and 11."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .job import plan
 from .live import watch
 from .screen import say
 
-ROUNDS = 4  # enough for every method to send what it sends for good; the first is not timed
+ROUNDS = 4  # enough for every method to send all that it sends in later rounds; the first is not timed
 FIELDS = tuple(
     field.name
     for field in settings.fields_of(Experiment)
@@ -45,14 +45,14 @@ Columns = list[tuple[str, list[str]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Options:
     """The command's own flags."""
 
     time: bool = setting(True, "train some rounds and measure the time; off: only count FLOPs and bytes", group="costs")
 
 
 def _parser(methods: dict[str, type[Method]]) -> flags.Parser:
-    """The command's flags, with those of these methods."""
+    """Return the parser of the command's flags, with those of these methods."""
     parser = flags.Parser(
         "costs",
         "What a round of each method costs: seconds by where they go (communication, clients, server), and for one participant "
@@ -66,7 +66,7 @@ def _parser(methods: dict[str, type[Method]]) -> flags.Parser:
             f"fedstill costs fedavg fedfomo pfedsd {published.COMMAND} --no-time",
         ),
     )
-    flags.add(parser, Asked)
+    flags.add(parser, Options)
     flags.add_methods(parser, methods, Experiment)
     flags.add(parser, Experiment, FIELDS)
     return parser
@@ -82,14 +82,15 @@ def costs(argv: Sequence[str]) -> None:
         right = f"one or more methods {nearest('', METHODS)}, or all: fedstill costs METHOD…"
         raise InputError("method", Shown("nothing"), right)
     chosen = METHODS if "all" in words else {name: get(name) for name in words}
-    asked = Asked(**flags.take(Asked, given))
+    options = Options(**flags.take(Options, given))
     given = {name: value for name, value in given.items() if name != "time"}
     with flags.named(given):
         job = plan([cls() for cls in chosen.values()], Experiment(rounds=ROUNDS), given, "costs")
-        _measure(job.experiments, asked.time)
+        _measure(job.experiments, options.time)
 
 
 def _measure(experiments: dict[str, Experiment], timed: bool) -> None:
+    """Measure or count the costs of every experiment, and print the tables."""
     first = next(iter(experiments.values()))
     federation = prepare.federation_of(first)
     experiments = {label: dataclasses.replace(e, eval_every=e.rounds) for label, e in experiments.items()}
@@ -97,80 +98,82 @@ def _measure(experiments: dict[str, Experiment], timed: bool) -> None:
     for experiment in experiments.values():
         prepare.from_experiment(experiment, few)  # every refusal comes before the first round
     sizes = tuple(len(client.y_train) for client in federation.clients)
-    found = {}
-    with watch(list(experiments), first.rounds) as shown:
+    costs = {}
+    with watch(list(experiments), first.rounds) as progress:
         for label, experiment in experiments.items():
-            shown.start(label)
+            progress.start(label)
 
-            def tell(record: Record, label: str = label) -> None:
-                shown.step(label, 0, {"round": record["round"]})  # accuracies are not what is asked for
+            def step(record: Record, label: str = label) -> None:
+                progress.step(label, 0, {"round": record["round"]})  # without accuracies
 
-            found[label] = _trained(experiment, federation, tell) if timed else _counted(experiment, few, sizes, tell)
-    theirs = published.applies(first, federation.shape, federation.classes)
+            costs[label] = _train(experiment, federation, step) if timed else _count(experiment, few, sizes, step)
+    as_published = published.applies(first, federation.shape, federation.classes)
     if timed:
-        _print(_times(found, theirs), _time_notes(first, theirs))
-    notes = [*_notes(found, theirs), facts_line(Facts.of(first, federation))]
-    if not theirs:
+        _print(_times(costs, as_published), _time_notes(first, as_published))
+    notes = [*_notes(costs, as_published), facts_line(Facts.of(first, federation))]
+    if not as_published:
         notes.append(f"the first paper's Tables 10 and 11 stand beside ours with {published.COMMAND}")
     elif differing := published.apart(first, len(federation)):
         notes.append(f"not as in the paper: {', '.join(differing)}")
-    _print(_amounts(found, theirs), notes)
+    _print(_amounts(costs, as_published), notes)
 
 
 def _print(cells: Columns, notes: Sequence[str]) -> None:
-    """A table, and what is said about it."""
-    told = [line for note in notes for line in textwrap.wrap(note, WIDTH, subsequent_indent="  ")]
-    say("\n".join(["", *aligned(cells), "", *told]))
+    """Print a table with its notes."""
+    lines = [line for note in notes for line in textwrap.wrap(note, WIDTH, subsequent_indent="  ")]
+    say("\n".join(["", *aligned(cells), "", *lines]))
 
 
-def _trained(experiment: Experiment, federation: Federation, tell: Progress) -> Cost:
-    """By training; messages are turned into bytes and back, as between machines."""
+def _train(experiment: Experiment, federation: Federation, progress: Progress) -> Cost:
+    """Return the cost, measured by training; messages are turned into bytes and back, as between machines."""
     ready, _ = prepare.from_experiment(experiment, federation)
     wired = functools.partial(LocalTransport, through_wire=True)
-    run = simulation.finish(Start(ready, progress=tell), wired)
-    return _at_last(run.cost, run.history[-1])
+    run = simulation.finish(Start(ready, progress=progress), wired)
+    return _with_bytes(run.cost, run.history[-1])
 
 
-def _counted(experiment: Experiment, few: Federation, sizes: tuple[int, ...], tell: Progress) -> Cost:
-    """By some rounds of two clients with two samples each, for the state and the messages; the work by the real sizes."""
+def _count(experiment: Experiment, few: Federation, sizes: tuple[int, ...], progress: Progress) -> Cost:
+    """Return the cost without times: messages from rounds of two clients with two samples each, work from the real sizes."""
     two = 2 / len(few) if len(few) > 2 else 1.0
     small = dataclasses.replace(
         experiment, participation=two, epochs=1, engine="one", minimum=1, buffer=0, personal_cap=experiment.personal_cap or 1
     )  # fmt: skip
-    run = simulation.run(small, federation=few, progress=tell)
+    run = simulation.run(small, federation=few, progress=progress)
     bench = run.trainer.bench
     task = dataclasses.replace(bench.task, epochs=experiment.epochs)
     sized = Only(dataclasses.replace(bench.data.train, sizes=sizes))
-    return _at_last(accounting.cost(run, dataclasses.replace(bench, task=task, data=sized)), run.history[-1])
+    return _with_bytes(accounting.cost(run, dataclasses.replace(bench, task=task, data=sized)), run.history[-1])
 
 
 def _few(client: Client) -> Client:
-    """Two samples of each part, all zeros: as good as others for what is counted, and nothing diverges."""
-    cut = {name: None if part is None else part[:2] for name, part in vars(client).items()}
-    black = {name: torch.zeros_like(part) for name, part in cut.items() if part is not None and name[0] == "x"}
-    return Client(**{**cut, **black})  # type: ignore[arg-type]
+    """Return a client with two samples for training and two for testing, all zeros, with which nothing diverges."""
+    cut = {name: None if values is None else values[:2] for name, values in vars(client).items()}
+    zeros = {name: torch.zeros_like(values) for name, values in cut.items() if values is not None and name[0] == "x"}
+    return Client(**{**cut, **zeros})  # type: ignore[arg-type]
 
 
-def _at_last(cost: Cost, record: Record) -> Cost:
-    """With the bytes of the last round, when everything is sent that a method sends for good."""
+def _with_bytes(cost: Cost, record: Record) -> Cost:
+    """Return the cost with the bytes of this round, the last, in which a method sends all that it sends in later ones."""
     return dataclasses.replace(cost, bytes_down=record["bytes_down"], bytes_up=record["bytes_up"])
 
 
-def _times(found: dict[str, Cost], theirs: bool) -> Columns:
-    whole = {label: sum(cost.seconds.values()) for label, cost in found.items()}
-    out: Columns = [("method", list(found)), ("s a round", [f"{seconds:.2f}" for seconds in whole.values()])]
+def _times(costs: dict[str, Cost], as_published: bool) -> Columns:
+    """Return the columns of the table of times."""
+    totals = {label: sum(cost.seconds.values()) for label, cost in costs.items()}
+    out: Columns = [("method", list(costs)), ("s a round", [f"{seconds:.2f}" for seconds in totals.values()])]
     for name in SPLIT:
-        shares = [f"{100 * cost.seconds[name] / whole[label]:.1f}" for label, cost in found.items()]
+        shares = [f"{100 * cost.seconds[name] / totals[label]:.1f}" for label, cost in costs.items()]
         out.append((f"{name} %", shares))
-    if theirs:
-        out.append(("paper: s", [published.cell(label, "{row.seconds:.2f}") for label in found]))
+    if as_published:
+        out.append(("paper: s", [published.cell(label, "{row.seconds:.2f}") for label in costs]))
         for i, name in enumerate(SPLIT):
-            out.append((f"{name} %", [published.cell(label, f"{{row.shares[{i}]:.1f}}") for label in found]))
+            out.append((f"{name} %", [published.cell(label, f"{{row.shares[{i}]:.1f}}") for label in costs]))
     return out
 
 
-def _time_notes(experiment: Experiment, theirs: bool) -> list[str]:
-    told = [
+def _time_notes(experiment: Experiment, as_published: bool) -> list[str]:
+    """Return the notes to the table of times."""
+    notes = [
         f"a whole round, mean of rounds 2 to {experiment.rounds}"
         if experiment.rounds > 1
         else "a whole round, the first",
@@ -178,57 +181,60 @@ def _time_notes(experiment: Experiment, theirs: bool) -> list[str]:
         "however it is spread over cores or stacked; server: sampling, sending, merging",
     ]
     more = "the paper's times are those of its machines; only the shares and the order can be compared"
-    return [*told, more] if theirs else told
+    return [*notes, more] if as_published else notes
 
 
-def _amounts(found: dict[str, Cost], theirs: bool) -> Columns:
-    flops = {label: cost.flops for label, cost in found.items()}
+def _amounts(costs: dict[str, Cost], as_published: bool) -> Columns:
+    """Return the columns of the table of steps, FLOPs and bytes."""
+    flops = {label: cost.flops for label, cost in costs.items()}
     forward = [None if f is None or not f.total else 100 * f.forward / f.total for f in flops.values()]
     out: Columns = [
-        ("method", list(found)),
-        scaled("steps", [cost.steps for cost in found.values()], plain=True),
+        ("method", list(costs)),
+        scaled("steps", [cost.steps for cost in costs.values()], plain=True),
         scaled("FLOPs", [None if f is None else f.total for f in flops.values()]),
         ("forward %", [NONE if share is None else f"{share:.0f}" for share in forward]),
     ]
     base = flops.get("fedavg")
-    if base is not None and len(found) > 1:
+    if base is not None and len(costs) > 1:
         out.append(("× fedavg", [NONE if f is None else f"{f.total / base.total:.2f}" for f in flops.values()]))
     for heading, values in (
-        ("B down", [cost.bytes_down for cost in found.values()]),
-        ("B up", [cost.bytes_up for cost in found.values()]),
-        (" numbers", [_numbers(cost) for cost in found.values()]),
+        ("B down", [cost.bytes_down for cost in costs.values()]),
+        ("B up", [cost.bytes_up for cost in costs.values()]),
+        (" numbers", [_numbers(cost) for cost in costs.values()]),
     ):
         out.append(scaled(heading, values))
-    if theirs:
-        out.append(('paper: "MB"', [published.cell(label, "{row.megabytes:.2f}") for label in found]))
-        out.append(('"GFLOPs"', [published.cell(label, "{flops}") for label in found]))
+    if as_published:
+        out.append(('paper: "MB"', [published.cell(label, "{row.megabytes:.2f}") for label in costs]))
+        out.append(('"GFLOPs"', [published.cell(label, "{flops}") for label in costs]))
         out.append(
-            ("ours by its rule", [NONE if (g := _by_rule(cost)) is None else f"{g:.2f}" for cost in found.values()])
+            ("ours by its rule", [NONE if (g := _by_rule(cost)) is None else f"{g:.2f}" for cost in costs.values()])
         )
     return out
 
 
 def _numbers(cost: Cost) -> float | None:
+    """Return how many numbers a participant receives and sends, where that is known."""
     return None if cost.numbers_down is None or cost.numbers_up is None else cost.numbers_down + cost.numbers_up
 
 
 def _by_rule(cost: Cost) -> float | None:
-    """10⁹ multiply-adds as the paper counts them: a training step is three forward passes."""
+    """Return 10⁹ multiply-adds as the paper counts them: a training step is three forward passes."""
     if cost.work is None:
         return None
     steps, outside = sum(phase.forward for phase in cost.work.phases), cost.work.begin + cost.work.finish
     return (3 * steps + outside.forward) / 2e9
 
 
-def _notes(found: dict[str, Cost], theirs: bool) -> list[str]:
-    sizes = {cost.samples for cost in found.values() if cost.samples is not None}
-    told = f"one participant in a round, a client of mean size ({', '.join(map(str, sorted(sizes)))} samples)"
+def _notes(costs: dict[str, Cost], as_published: bool) -> list[str]:
+    """Return the notes to the table of steps, FLOPs and bytes."""
+    sizes = {cost.samples for cost in costs.values() if cost.samples is not None}
+    client = f"one participant in a round, a client of mean size ({', '.join(map(str, sorted(sizes)))} samples)"
     lines = [
-        f"{told}; kB = 1,000 bytes, numbers down + up, both in the last round",
+        f"{client}; kB = 1,000 bytes, numbers down + up, both in the last round",
         "FLOPs: matrix products, convolutions (2 a multiply-add) and Fourier transforms, counted on the method's own steps; not "
         "elementwise work (losses, activations, SGD, terms on weights), the server's, or scoring",
     ]
     lines += [
-        f"{label}: FLOPs could not be counted ({cost.uncounted})" for label, cost in found.items() if cost.uncounted
+        f"{label}: FLOPs could not be counted ({cost.uncounted})" for label, cost in costs.items() if cost.uncounted
     ]
-    return [*lines, *published.counted(found)] if theirs else lines
+    return [*lines, *published.counted(costs)] if as_published else lines

@@ -1,4 +1,7 @@
-"""A command's work: experiments that differ in their method or in one field, each for several seeds; checked first, then run."""
+"""What a command runs: experiments that differ in their method or in one field, each with several seeds.
+
+`plan` makes the job from flags; `execute` checks all of it, runs it and reports.
+"""
 
 from __future__ import annotations
 
@@ -13,68 +16,71 @@ from ..core.errors import InputError, Shown, TrainingError
 from ..core.method import Method
 from ..data import Federation
 from ..methods import METHODS
-from ..report.local_work import without_effect
+from ..report import local_work
 from ..report.text import Facts
-from ..run import prepare, simulation, together
+from ..run import prepare, simulation
 from ..run.callbacks import Progress
 from ..run.experiment import Experiment
+from ..run.legal import check_out
 from ..run.result import Run
-from ..server.sampler import BY_PLAN
-from . import flags, keep
+from . import flags, folders
 from .live import Watch, watch
 from .screen import results, say
 
-RULE = ("server_lr", "server_momentum", "server_beta2", "server_tau")
-ASYNC, ALWAYS = ("fedasync", "fedbuff"), ("constant", "hinge", "polynomial")  # modes, and kinds of staleness
 SWEEP = "sweep"  # the command whose experiments differ in one field
-KEEPS = "nothing was written: --out FOLDER keeps the run (settings, metrics, checkpoints, picture)"
+NOT_SAVED = "nothing was written: --out FOLDER keeps the run (settings, metrics, checkpoints, picture)"
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is to run, and where it is kept."""
+    """The experiments of a command, and the folder for their results."""
 
     experiments: dict[str, Experiment]  # by method, or by the value of the field that is swept
     seeds: int
     out: Path | None
-    compares: bool  # each experiment has a folder of its own
     command: str = "run"
-    given: tuple[str, ...] = ()  # the fields that flags gave
-
-    @property
-    def replaces(self) -> bool:
-        """Whether an earlier one in `out` goes."""
-        return self.command == keep.DEMO
-
-    @property
-    def abreast(self) -> bool:
-        """Whether the experiments may be one stack: they have the same method."""
-        return self.command == SWEEP
+    given: tuple[str, ...] = ()  # the fields that flags set
 
     @property
     def first(self) -> Experiment:
-        """The experiment that says what all share."""
+        """The first experiment; data, partition and model are the same in all."""
         return next(iter(self.experiments.values()))
 
-    def folder(self, label: str, seed: int) -> Path | None:
-        """A run's folder: `out`, with a part for the method and one for the seed where there are several."""
+    @property
+    def compares(self) -> bool:
+        """Whether each experiment has a folder of its own in `out`."""
+        return self.command != "run"
+
+    def folder(self, label: str, number: int) -> Path | None:
+        """Return a run's folder in `out`: one for each method, and in it one for each seed, where there are several."""
         if self.out is None:
             return None
-        return self.out / (label if self.compares else "") / (f"seed-{seed}" if self.seeds > 1 else "")
+        seed = f"seed-{self.first.seed + number}" if self.seeds > 1 else ""
+        return self.out / (label if self.compares else "") / seed
 
 
 @dataclasses.dataclass
-class Done:
-    """What a job has given so far."""
+class Results:
+    """The results of a job so far, by label."""
 
     runs: dict[str, list[Run]] = dataclasses.field(default_factory=dict)
     folders: dict[str, list[Path]] = dataclasses.field(default_factory=dict)
-    hashes: list[str] = dataclasses.field(default_factory=list)
+    hashes: list[str] = dataclasses.field(default_factory=list)  # of the partitions, by seed
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def add(self, label: str, seed: int, result: Run | TrainingError, folder: Path | None) -> None:
+        """Add a run, or the reason why it failed."""
+        if isinstance(result, TrainingError):
+            before = f"{self.failed[label]}; " if label in self.failed else ""
+            self.failed[label] = f"{before}seed {seed}: {result}"
+            return
+        self.runs.setdefault(label, []).append(result.without_data())
+        if folder is not None:
+            self.folders.setdefault(label, []).append(folder)
 
 
 def plan(methods: Sequence[Method], base: Experiment, given: Mapping[str, Any], command: str) -> Job:
-    """The job that flags make of a base experiment; refuses a flag that none of the methods has."""
+    """Return the job that flags make of a base experiment; refuse a flag that none of the methods has."""
     owners: dict[str, list[str]] = {}
     for cls in METHODS.values():
         for field in settings.fields_of(cls):
@@ -90,172 +96,160 @@ def plan(methods: Sequence[Method], base: Experiment, given: Mapping[str, Any], 
     seeds = flags.whole(given, "seeds", 1)
     experiments = {}
     for method in methods:  # a flag that a method has as its own is the method's, elsewhere the experiment's
-        mine = flags.take(type(method), given)
-        values = flags.take(Experiment, {name: value for name, value in given.items() if name not in mine})
-        experiments[method.id] = dataclasses.replace(base, **values, method=dataclasses.replace(method, **mine))
+        own = flags.take(type(method), given)
+        values = flags.take(Experiment, {name: value for name, value in given.items() if name not in own})
+        experiments[method.id] = dataclasses.replace(base, **values, method=dataclasses.replace(method, **own))
     out = Path(given["out"]) if "out" in given else None
-    return Job(experiments, seeds, out, command != "run", command, tuple(given))
-
-
-def _unused(job: Job) -> Iterator[tuple[str, str]]:
-    """Flags of asynchronous and wait-free training that were given in vain, each with what it goes with."""
-    mode, staleness = job.first.mode, job.first.staleness
-    stale = {"staleness": ALWAYS, "staleness_a": ("hinge", "polynomial"), "staleness_b": ("hinge",)}
-    until = job.first.wait_free == "until-download"
-    yield from (
-        (n, "--wait-free until-download") for n in ("personal_cap", "unselected") if n in job.given and not until
-    )
-    for name, modes in {"buffer": ("fedbuff",), "mixing": ("fedasync",), **dict.fromkeys(stale, ASYNC)}.items():
-        if name in job.given and mode not in modes:
-            yield name, f"--mode {' or '.join(modes)}"
-        elif name in job.given and staleness not in stale.get(name, ALWAYS):
-            yield name, f"--staleness {' or '.join(stale[name])}"
+    return Job(experiments, seeds, out, command, tuple(given))
 
 
 def execute(job: Job) -> None:
     """Run a job and report on it. Every experiment is checked before the first is run or anything is written."""
-    earlier = job.out is not None and job.replaces and keep.is_demo(job.out)
-    if job.out is not None and not earlier:
-        keep.check(job.out)
+    replaces_demo = job.command == folders.DEMO and job.out is not None and folders.is_demo(job.out)
+    if job.out is not None and not replaces_demo:
+        check_out(job.out)
     federation = prepare.federation_of(job.first)
-    ignored = [
-        f"{flags.flag(name)} has no effect without {flags.flag(other)}"
-        for name, other in (("join_epochs", "newcomers"), ("fine_tune_part", "fine_tune"))
-        if name in job.given and not getattr(job.first, other)
-    ]
-    if "candidates" in job.given and job.first.sampler in BY_PLAN:
-        ignored.append(f"--candidates has no effect on the sampler {job.first.sampler}")
-    if "late" in job.given and not job.first.deadline and job.first.over_select == 1:
-        ignored.append("--late has no effect without --deadline or --over-select: nobody is late")
-    ignored += [f"{flags.flag(name)} has no effect without {needs}" for name, needs in _unused(job)]
-    own = ("server_lr",) if job.first.mode == "fedbuff" else ()  # FedBuff's η
-    rule = [name for name in RULE if name in job.given and name not in own]
-    for label, experiment in job.experiments.items():
-        idle = [n for n in rule if experiment.server == "mean" and n not in settings.values_of(experiment.method)]
-        ignored += [f"{flags.flag(name)} has no effect on {label} without --server" for name in idle]
-    stacks = set()
-    for label, experiment in job.experiments.items():
-        ready, _ = prepare.from_experiment(experiment, federation)
-        stacks |= {label} if ready.trainer.name == "stacked" else set()
-        ignored += without_effect(experiment.method, ready.trainer.bench.task, ready.training, job.given)
+    stacked, notes = _check(job, federation)
     facts = Facts.of(job.first, federation)
-    if job.out is not None and earlier:
-        keep.remove(job.out)
+    if job.out is not None and replaces_demo:
+        folders.remove(job.out)
     if job.out is not None and (job.compares or job.seeds > 1):
-        keep.save(job.out, job.experiments, {}, facts, command=job.command)  # marks the folder from the beginning
+        folders.save(job.out, job.experiments, {}, facts, command=job.command)  # marks the folder from the beginning
     sizes = [len(client.y_train) for client in federation.clients]
-    held = f"{min(sizes):,} to {max(sizes):,} training samples each"
-    say(f"{job.first.data}: {len(federation)} clients by {facts.partition}, {held}; model {job.first.model}")
-    for line in ignored:
+    samples = f"{min(sizes):,} to {max(sizes):,} training samples each"
+    say(f"{job.first.data}: {len(federation)} clients by {facts.partition}, {samples}; model {job.first.model}")
+    for line in notes:
         say(line)
-    done = Done()
-    with watch(list(job.experiments), job.first.rounds, job.seeds) as shown:
-        dealt = [federation]
-        for number in range(job.seeds):
-            if number:
-                dealt.append(prepare.federation_of(dataclasses.replace(job.first, seed=job.first.seed + number)))
-            done.hashes.append(dealt[-1].hash)
-            _one_seed(job, number, dealt[-1], shown, done, [n for n in job.experiments if n not in stacks])
-            dealt = dealt if stacks else []
-        stacked = [n for n in job.experiments if n in stacks]
-        for labels in [stacked] if job.abreast and stacked else [[label] for label in stacked]:
-            _together(job, dealt, shown, done, labels)
+    done = _run_all(job, federation, stacked)
     _report(job, done, dataclasses.replace(facts, hashes=tuple(done.hashes)))
 
 
-def _together(job: Job, dealt: Sequence[Federation], shown: Watch, done: Done, labels: Sequence[str]) -> None:
-    """All seeds of a method whose clients are stacked, or of several values of its field: one more axis of the stack."""
-    pairs = [(label, job.first.seed + number) for label in labels for number in range(job.seeds)]
-    folders = [job.folder(label, seed) for label, seed in pairs]
-    going: list[int] = []  # the runs that began last, all together
+def _check(job: Job, federation: Federation) -> tuple[list[str], list[str]]:
+    """Refuse what cannot run. Return the labels whose clients are stacked, and a line for each flag without effect."""
+    stacked: list[str] = []
+    unused: dict[tuple[str, str], list[str]] = {}  # labels by (field, reason)
+    for label, experiment in job.experiments.items():
+        ready, _ = prepare.from_experiment(experiment, federation)
+        if ready.trainer.name == "stacked":
+            stacked.append(label)
+        method, task = experiment.method, ready.trainer.bench.task
+        given = [name for name in job.given if name not in settings.values_of(method)]
+        for pair in experiment.without_effect(given):
+            unused.setdefault(pair, []).append(label)
+        for name, reason in local_work.without_effect(method, task, ready.training, job.given):
+            unused[name, reason] = list(job.experiments)  # the reason names the method
+    lines = []
+    for (name, reason), labels in unused.items():
+        on = "" if len(labels) == len(job.experiments) else f" on {', '.join(labels)}"
+        lines.append(f"{flags.flag(name)} has no effect{on} {flags.in_words(reason)}")
+    return stacked, lines
 
-    def begins(numbers: Sequence[int]) -> None:
-        going[:] = numbers
-        for label in dict.fromkeys(pairs[i][0] for i in numbers):
-            shown.start(label)
 
-    def told(number: int) -> Progress:
-        label, seed = pairs[number]
+def _run_all(job: Job, federation: Federation, stacked: Sequence[str]) -> Results:
+    """Run every experiment with every seed; `federation` is the data of the first seed."""
+    done = Results()
+    federations = []
+    with watch(list(job.experiments), job.first.rounds, job.seeds) as progress:
+        for number in range(job.seeds):
+            if number:
+                federation = prepare.federation_of(_seeded(job.first, number))
+            done.hashes.append(federation.hash)
+            if stacked:
+                federations.append(federation)
+            for label in job.experiments:
+                if label not in stacked and label not in done.failed:
+                    _run_one(job, label, number, federation, progress, done)
+        for labels in [stacked] if job.command == SWEEP else [[label] for label in stacked]:
+            if labels:
+                _run_stacked(job, labels, federations, progress, done)
+    return done
 
-        def tell(record: dict[str, Any]) -> None:
-            beside = [i for i in going if pairs[i][0] == label]
-            if len(beside) < job.seeds:
-                shown.step(label, seed - job.first.seed, record)
-            elif number == beside[-1]:
-                shown.abreast(label, record)
 
-        return tell
+def _seeded(experiment: Experiment, number: int) -> Experiment:
+    """Return the experiment with the `number`-th seed after its own."""
+    return dataclasses.replace(experiment, seed=experiment.seed + number)
 
-    with stoppable(folders[0]):
+
+def _run_one(job: Job, label: str, number: int, federation: Federation, progress: Watch, done: Results) -> None:
+    """Run an experiment with one seed. A failure is noted and leaves the others alone."""
+    experiment, folder = _seeded(job.experiments[label], number), job.folder(label, number)
+    progress.start(label)
+
+    def step(record: dict[str, Any]) -> None:
+        progress.step(label, number, record)
+
+    result: Run | TrainingError
+    try:
+        with stoppable(folder):
+            result = simulation.run(experiment, out=folder, progress=step, federation=federation)
+    except TrainingError as error:
+        result = error
+    done.add(label, experiment.seed, result, folder)
+
+
+def _run_stacked(
+    job: Job, labels: Sequence[str], federations: Sequence[Federation], progress: Watch, done: Results
+) -> None:
+    """Run all seeds of some experiments, whose clients are stacked, together where that is possible."""
+    runs = [(label, number) for label in labels for number in range(job.seeds)]
+    experiments = [_seeded(job.experiments[label], number) for label, number in runs]
+    out = [job.folder(label, number) for label, number in runs]
+    side_by_side: list[int] = []  # the runs that are trained together now
+
+    def begin(indices: Sequence[int]) -> None:
+        side_by_side[:] = indices
+        for label in dict.fromkeys(runs[i][0] for i in indices):
+            progress.start(label)
+
+    def step_of(index: int) -> Progress:
+        label, number = runs[index]
+
+        def step(record: dict[str, Any]) -> None:
+            if sum(runs[i][0] == label for i in side_by_side) == job.seeds:
+                progress.step_together(label, record)
+            else:
+                progress.step(label, number, record)
+
+        return step
+
+    with stoppable(out[0]):
         found = together.try_together(
-            [dataclasses.replace(job.experiments[label], seed=seed) for label, seed in pairs],
-            outs=folders,
-            federations=[*dealt] * len(labels),
-            progress=[told(number) for number in range(len(pairs))],
-            begins=begins,
+            experiments,
+            outs=out,
+            federations=[*federations] * len(labels),
+            progress=[step_of(index) for index in range(len(runs))],
+            begins=begin,
         )
-    for (label, seed), folder, run in zip(pairs, folders, found, strict=True):
-        if isinstance(run, TrainingError):
-            before = f"{done.failed[label]}; " if label in done.failed else ""
-            done.failed[label] = f"{before}seed {seed}: {run}"
-            continue
-        done.runs.setdefault(label, []).append(run.without_data())
-        if folder is not None:
-            done.folders.setdefault(label, []).append(folder)
+    for (label, _), experiment, result, folder in zip(runs, experiments, found, out, strict=True):
+        done.add(label, experiment.seed, result, folder)
 
 
-def _one_seed(job: Job, number: int, federation: Federation, shown: Watch, done: Done, labels: Sequence[str]) -> None:
-    """Some methods for one seed, on the same data; in a comparison one that fails does not stop the others."""
-    seed = job.first.seed + number
-    for label in labels:
-        experiment = job.experiments[label]
-        if label in done.failed:
-            continue
-        folder = job.folder(label, seed)
-        shown.start(label)
-
-        def progress(record: dict[str, Any], label: str = label) -> None:
-            shown.step(label, number, record)
-
-        try:
-            with stoppable(folder):
-                run = simulation.run(
-                    dataclasses.replace(experiment, seed=seed), out=folder, progress=progress, federation=federation
-                )
-        except TrainingError as error:
-            done.failed[label] = f"seed {seed}: {error}"
-            continue
-        done.runs.setdefault(label, []).append(run.without_data())
-        if folder is not None:
-            done.folders.setdefault(label, []).append(folder)
-
-
-def _report(job: Job, done: Done, facts: Facts) -> None:
-    """The table, what was kept, and what failed."""
+def _report(job: Job, done: Results, facts: Facts) -> None:
+    """Print the table, save summary and picture, and raise an error that names what failed."""
     if done.runs:
-        results([run for same in done.runs.values() for run in same], facts)
-        if job.abreast and len(done.runs) == 1:
+        results([run for runs in done.runs.values() for run in runs], facts)
+        if job.command == SWEEP and len(done.runs) == 1:
             say(f"only {next(iter(done.runs))} came to its end")
         say()
     if job.out is not None:
         pairs = {label: list(zip(done.folders[label], runs, strict=True)) for label, runs in done.runs.items()}
         if done.runs or job.compares:
-            keep.save(job.out, job.experiments, pairs, facts, done.failed, job.command)
+            folders.save(job.out, job.experiments, pairs, facts, done.failed, job.command)
         if done.runs:
             say(f"kept in {job.out}")
-            say(keep.draw(job.out, done.runs, facts))
+            say(folders.draw(job.out, done.runs, facts))
     elif done.runs:
-        say(KEEPS)
+        say(NOT_SAVED)
     if done.failed:
-        raise TrainingError("; ".join(f"{label}, {why}" for label, why in done.failed.items()))
+        raise TrainingError("; ".join(f"{label}, {reason}" for label, reason in done.failed.items()))
 
 
 @contextmanager
 def stoppable(folder: Path | None) -> Iterator[None]:
-    """Within, an interrupt says how to go on where the run is kept."""
+    """Within, an interrupt says how to resume a run that is kept in a folder."""
     try:
         yield
     except KeyboardInterrupt:
-        if folder is not None and (folder / keep.RUN).is_file():
+        if folder is not None and (folder / folders.RUN).is_file():
             raise KeyboardInterrupt(f"stopped; 'fedstill resume {folder}' goes on with this run") from None
         raise

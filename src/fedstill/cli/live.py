@@ -1,53 +1,70 @@
-"""Progress while training: a line for each method that moves in a terminal, a handful of plain lines elsewhere."""
+"""Progress while training: one line per method that is updated in a terminal, a few plain lines elsewhere."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .screen import console, say
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-LINES = 5  # plain lines a method
+Clock: TypeAlias = Callable[[], float]
+
+LINES = 5  # plain lines per method
 
 
 class Meter:
-    """How far one method is; time left goes by the rounds that were run here, not by those before a resume."""
+    """The progress of one method over its runs with all seeds, and an estimate of the time left.
 
-    def __init__(self, total: int, rounds: int) -> None:
-        self.total, self.rounds = total, rounds
-        self.done, self.ran, self.spent = 0, 0, 0.0
+    The estimate extrapolates rounds that are not the first of their run, since a first round also compiles and warms up, and
+    leaves out what a record says was spent on compiling (`compile_seconds`). Until there is such a round, there is no estimate.
+    """
+
+    def __init__(self, total: int, clock: Clock = time.monotonic) -> None:
+        self.total = total  # rounds of all seeds
+        self.done = 0  # of these, those that are over; after a resume that includes rounds of an earlier process
+        self.spent = 0.0  # seconds
+        self.steps = 0  # how often rounds have finished in this process
         self.accuracy = ""
-        self._since = time.monotonic()
+        self._clock, self._since = clock, clock()
+        self._first = True  # whether the next round is the first of its run
+        self._timed_rounds, self._timed_seconds = 0, 0.0  # what the estimate is made from
 
     def start(self) -> None:
-        """The next run begins now."""
-        self._since = time.monotonic()
+        """Note that a run, or several that are trained together, begins."""
+        self._since, self._first = self._clock(), True
 
-    def step(self, record: dict[str, Any], before: int) -> None:
-        """A round is over; `before` rounds belong to earlier seeds."""
-        now = time.monotonic()
-        self.spent, self._since = self.spent + now - self._since, now
-        self.ran += 1
-        self.done = before + int(record["round"])
+    def step(self, record: dict[str, Any], done: int, finished: int = 1) -> None:
+        """Note that `finished` rounds, of runs that are trained together, are over; `done` are over in all."""
+        now = self._clock()
+        seconds = now - self._since
+        if not self._first:
+            self._timed_rounds += finished
+            self._timed_seconds += max(0.0, seconds - record.get("compile_seconds", 0.0))
+        self._since, self._first = now, False
+        self.spent += seconds
+        self.steps += 1
+        self.done = done
         if "personal" in record:
             self.accuracy = f"{100 * record['personal']:.1f} %"
 
     def left(self) -> str:
-        """The time left, or the time spent once all is done."""
+        """Return the time left, or the time spent once all rounds are over."""
         if self.done >= self.total:
-            return f"{span(self.spent)} in all"
-        return f"{span(self.spent / self.ran * (self.total - self.done))} left" if self.ran else ""
+            return f"{duration(self.spent)} in all"
+        if not self._timed_rounds:
+            return ""
+        return f"{duration(self._timed_seconds / self._timed_rounds * (self.total - self.done))} left"
 
 
-def span(seconds: float) -> str:
-    """A length of time as one would say it.
+def duration(seconds: float) -> str:
+    """Return a length of time in words, rounded up.
 
-    >>> span(4.2), span(200), span(4000)
+    >>> duration(4.2), duration(200), duration(4000)
     ('5 s', '3 min 20 s', '1 h 07 min')
     """
     whole = int(-(-seconds // 1))
@@ -60,53 +77,60 @@ def span(seconds: float) -> str:
 
 
 class Watch:
-    """Shows several methods' progress."""
+    """Shows the progress of several methods, each with `rounds` rounds for each of `seeds` seeds."""
 
-    def __init__(self, labels: Sequence[str], rounds: int, seeds: int, screen: Progress | None) -> None:
-        self.meters = {label: Meter(rounds * seeds, rounds) for label in labels}
+    def __init__(
+        self, labels: Sequence[str], rounds: int, seeds: int, bar: Progress | None, clock: Clock = time.monotonic
+    ) -> None:
+        self.meters = {label: Meter(rounds * seeds, clock) for label in labels}
         self.rounds, self.seeds = rounds, seeds
         self.width = max(map(len, labels))
-        self._screen = screen
+        self._bar = bar
         self._tasks = {}
-        if screen is not None:
+        if bar is not None:
             for label in labels:
-                task = screen.add_task(label, total=rounds * seeds, at=self._at(0, 0), accuracy="", left="")
-                self._tasks[label] = task
+                self._tasks[label] = bar.add_task(label, total=rounds * seeds, at=self._at(0, 0), accuracy="", left="")
 
     def start(self, label: str) -> None:
-        """A run of this method begins."""
+        """Note that a run of this method, or all its runs together, begins."""
         self.meters[label].start()
 
-    def abreast(self, label: str, record: dict[str, Any]) -> None:
-        """All seeds' runs of this method have finished a round."""
-        self._step(label, (self.seeds - 1) * int(record["round"]), self.seeds - 1, record)
-
     def step(self, label: str, number: int, record: dict[str, Any]) -> None:
-        """The `number`-th seed's run of this method has finished a round."""
-        self._step(label, number * self.rounds, number, record)
+        """Show that the run with the `number`-th seed has finished a round; seeds are run one after another."""
+        done = number * self.rounds + int(record["round"])
+        self._step(label, number, record, done, finished=1)
 
-    def _step(self, label: str, before: int, number: int, record: dict[str, Any]) -> None:
+    def step_together(self, label: str, record: dict[str, Any]) -> None:
+        """Show that the runs with all seeds, which are trained together, have finished a round.
+
+        Each run reports its own record; the first of a round is shown.
+        """
+        done = self.seeds * int(record["round"])
+        if done > self.meters[label].done:
+            self._step(label, self.seeds - 1, record, done, finished=self.seeds)
+
+    def _step(self, label: str, number: int, record: dict[str, Any], done: int, finished: int) -> None:
         meter, round = self.meters[label], int(record["round"])
-        meter.step(record, before)
-        if self._screen is not None:
-            self._screen.update(
+        meter.step(record, done, finished)
+        if self._bar is not None:
+            self._bar.update(
                 self._tasks[label],
-                completed=meter.done,
+                completed=done,
                 at=self._at(number, round),
                 accuracy=meter.accuracy,
                 left=meter.left(),
             )
-        elif meter.done * LINES // meter.total > (meter.done - 1) * LINES // meter.total or meter.ran == 1:
+        elif meter.steps == 1 or done * LINES // meter.total > (done - finished) * LINES // meter.total:
             say(f"{label:<{self.width}}  {self._at(number, round)}  {meter.accuracy:>7}  {meter.left()}".rstrip())
 
-    def whole(self, label: str, record: dict[str, Any]) -> None:
-        """A resumed run has ended; if it had been whole before, that is shown."""
+    def resumed(self, label: str, record: dict[str, Any]) -> None:
+        """Show that a resumed run has ended where no round was left to run."""
         meter = self.meters[label]
-        if meter.ran:
+        if meter.steps:
             return
-        if self._screen is not None:
+        if self._bar is not None:
             at = self._at(0, int(record["round"]))
-            self._screen.update(self._tasks[label], completed=meter.total, at=at, left="done already")
+            self._bar.update(self._tasks[label], completed=meter.total, at=at, left="done already")
         else:
             say(f"{label}  all {meter.total} rounds were done already")
 
@@ -131,5 +155,5 @@ def watch(labels: Sequence[str], rounds: int, seeds: int = 1) -> Iterator[Watch]
         TextColumn("[cyan]{task.fields[accuracy]:>7}"),
         TextColumn("[dim]{task.fields[left]}"),
     )
-    with Progress(*columns, console=screen, refresh_per_second=8) as progress:
-        yield Watch(labels, rounds, seeds, progress)
+    with Progress(*columns, console=screen, refresh_per_second=8) as bar:
+        yield Watch(labels, rounds, seeds, bar)

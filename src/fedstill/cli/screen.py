@@ -1,4 +1,4 @@
-"""What goes to the screen: coloured with rich where it is installed and stdout is a terminal, plain text otherwise."""
+"""Output to the screen: coloured with rich where it is installed and stdout is a terminal, plain text otherwise."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
 
 def console() -> Console | None:
-    """Rich's console where stdout is a terminal that can do more than plain lines, else None."""
+    """Return rich's console where stdout is a terminal that can do more than plain lines, else None."""
     if not sys.stdout.isatty():
         return None
     try:
         from rich.console import Console
     except ImportError:
         return None
-    found = Console(highlight=False)
-    return None if found.is_dumb_terminal else found
+    screen = Console(highlight=False)
+    return None if screen.is_dumb_terminal else screen
 
 
 def say(line: str = "") -> None:
-    """A plain line, at once."""
+    """Print a plain line at once."""
     print(line, flush=True)
 
 
 def results(runs: Sequence[Run], facts: Facts) -> None:
-    """The table of results."""
+    """Print the table of results."""
     screen = console()
     if screen is None:
         say("\n" + table(runs, facts))
@@ -41,20 +41,20 @@ def results(runs: Sequence[Run], facts: Facts) -> None:
     from rich import box
     from rich.table import Table
 
-    found = rows(runs)
+    lines = rows(runs)
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    cells = columns(found)
+    cells = columns(lines)
     for i, (heading, _) in enumerate(cells):
         grid.add_column(heading, justify="right" if i else "left", no_wrap=i < 2)
-    for i, row in enumerate(found):
+    for i, row in enumerate(lines):
         grid.add_row(*(texts[i] for _, texts in cells), style="bold green" if row.best else "")
     screen.print(grid)
-    for line in notes(runs, found, facts):
-        screen.print(line, style="dim", markup=False)
+    for note in notes(runs, lines, facts):
+        screen.print(note, style="dim", markup=False)
 
 
 def holdings(counts: Counts) -> None:
-    """The clients × classes bubbles."""
+    """Print the samples of each client and class as bubbles."""
     screen = console()
     lines = bubbles(counts, width=screen.width if screen else 100)
     if screen is None:

@@ -1,4 +1,4 @@
-"""The commands that tell what there is: methods, models, data."""
+"""The commands that list what is available: methods, models, data."""
 
 from __future__ import annotations
 
@@ -41,18 +41,19 @@ OWN = (
     ("FOLDER[@SIZE]", "your images in class folders (also train/… and test/…, or domain/class/…)"),
     ("FOLDER", "your silos: one CSV or npz file for each client"),
 )
-SHOWN = ("data", "data_root", "clients", "partition", "split", "pool", "seed")
+FIELDS = ("data", "data_root", "clients", "partition", "split", "pool", "seed")
 SUFFIXES = (".png", ".pdf", ".svg")
 
 
 def methods(argv: Sequence[str]) -> None:
     """`fedstill methods [NAME]`."""
     about = "List the methods with their flags; with NAME also the method's equations and the choices it makes."
-    found = _words(flags.Parser("methods", about, "[NAME]", ("fedstill methods", "fedstill methods pfedsd")), argv, 1)
-    if found is None:
+    line = _read(flags.Parser("methods", about, "[NAME]", ("fedstill methods", "fedstill methods pfedsd")), argv, 1)
+    if line is None:
         return
-    if found[1]:
-        cls = get(found[1][0])
+    _, words = line
+    if words:
+        cls = get(words[0])
         doc = inspect.getdoc(sys.modules[cls.__module__]) or ""
         say("\n".join([doc, "", *_method(cls)]))
         return
@@ -62,20 +63,20 @@ def methods(argv: Sequence[str]) -> None:
 
 
 def _method(cls: type[Method]) -> list[str]:
-    """A method's line, with its flags beneath."""
-    line = (inspect.getdoc(cls) or "").partition("\n")[0]
-    lines = [f"{cls.id:<10} {line}{f' ({cls.paper})' if cls.paper else ''}"]
-    hints = settings.types_of(cls)
+    """Return a line about a method, and one for each of its flags."""
+    about = (inspect.getdoc(cls) or "").partition("\n")[0]
+    lines = [f"{cls.id:<10} {about}{f' ({cls.paper})' if cls.paper else ''}"]
+    types = settings.types_of(cls)
     own = settings.fields_of(cls)
     width = max((len(flags.flag(field.name)) for field in own), default=0)
-    lines += [f"    {flags.flag(f.name):<{width}}  {flags.describe(f, hints[f.name])}" for f in own]
+    lines += [f"    {flags.flag(f.name):<{width}}  {flags.describe(f, types[f.name])}" for f in own]
     return lines
 
 
 def models(argv: Sequence[str]) -> None:
     """`fedstill models`."""
     about = "List the models. Each fits its first layer to the data's shape and its last to the number of classes."
-    if _words(flags.Parser("models", about, "", ("fedstill models",)), argv, 0) is None:
+    if _read(flags.Parser("models", about, "", ("fedstill models",)), argv, 0) is None:
         return
     width = max(map(len, model_registry.MODELS))
     for name, (_, line) in model_registry.MODELS.items():
@@ -92,25 +93,26 @@ def data(argv: Sequence[str]) -> None:
     about = "List the data sets and the partitions; 'fedstill data show' draws who has what."
     parser = flags.Parser("data", about, "[show]", ("fedstill data", "fedstill data show --partition shards:2"))
     flags.add(parser, Experiment, ("data_root",))
-    found = _words(parser, argv, 0)
-    if found is None:
+    line = _read(parser, argv, 0)
+    if line is None:
         return
-    root = flags.take(Experiment, found[0]).get("data_root") or None
+    root = flags.take(Experiment, line[0]).get("data_root") or None
     entries = catalogue(root)
     width = max(len(name) for name in (*(e.name for e in entries), *(n for n, _ in OWN), *PARTITIONS))
     say(f"--data: by name (files are under {root_of(root)}; --data-root or FEDSTILL_DATA names another folder)")
     for entry in entries:
         say(f"  {entry.name:<{width}}  {entry.line}{_presence(entry.present, entry.name, entry.files)}")
-    for name, line in OWN:
-        say(f"  {name:<{width}}  {line}")
+    for name, about in OWN:
+        say(f"  {name:<{width}}  {about}")
     say("\n--partition: how the samples are divided among --clients")
-    for name, line in PARTITIONS.items():
-        say(f"  {name:<{width}}  {line}")
+    for name, about in PARTITIONS.items():
+        say(f"  {name:<{width}}  {about}")
     say("\n'fedstill data show --data NAME --partition P --clients N' draws who has what.")
     return None
 
 
 def _presence(present: bool, name: str, files: Sequence[str]) -> str:
+    """Return whether a data set's files are on this machine, and if not, what they are or that they can be downloaded."""
     if present:
         return " [here]" if files else ""
     return " [downloaded when first used]" if name in REMOTES else f" [wants {', '.join(files)}]"
@@ -123,11 +125,11 @@ def _show(argv: Sequence[str]) -> None:
     parser = flags.Parser("data show", about, "", examples)
     group = parser.add_argument_group("results")
     flags.plain(parser, group, "out", "the picture's file [default none]", "FILE.png", "a file that ends in .png")
-    flags.add(parser, Experiment, SHOWN)
-    found = _words(parser, argv, 0)
-    if found is None:
+    flags.add(parser, Experiment, FIELDS)
+    read = _read(parser, argv, 0)
+    if read is None:
         return
-    given = found[0]
+    given, _ = read
     out = picture(given["out"]) if "out" in given else None
     with flags.named(given):
         experiment = Experiment(**flags.take(Experiment, given))
@@ -145,19 +147,19 @@ def _show(argv: Sequence[str]) -> None:
 
 
 def picture(text: str) -> Path:
-    """The file to draw into, refused before any work where it cannot be one."""
+    """Return the file to draw into; refuse one that cannot be written, before any work."""
     path = Path(text)
     if path.suffix.lower() not in SUFFIXES or path.is_dir():
         raise InputError("--out", text, f"a file that ends in {', '.join(SUFFIXES)}")
     if not path.absolute().parent.is_dir():
-        raise InputError("--out", text, "a file in a folder that is there")
+        raise InputError("--out", text, "a file in a folder that exists")
     if not figures.available():
         raise InputError("--out", text, f"left out: {figures.MISSING}")
     return path
 
 
-def _words(parser: flags.Parser, argv: Sequence[str], most: int) -> tuple[dict[str, Any], list[str]] | None:
-    """The given flags and at most so many words; None where help was asked for and given."""
+def _read(parser: flags.Parser, argv: Sequence[str], most: int) -> tuple[dict[str, Any], list[str]] | None:
+    """Return the flags and at most `most` words of a command line, or print help and return None."""
     given, words = parser.read(argv)
     if "help" in given:
         parser.print_help()

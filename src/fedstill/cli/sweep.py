@@ -1,4 +1,4 @@
-"""What `fedstill sweep METHOD FIELD=VALUE,VALUE…` is to run."""
+"""The job of `fedstill sweep METHOD FIELD=VALUE,VALUE…`: one experiment for each value."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..run.experiment import Experiment
 from . import flags
 from .job import SWEEP, Job, plan
 
-GROUPS = ("local training", "server")  # of the experiment's fields, these may be swept beside the method's own
+GROUPS = ("local training", "server")  # whose fields may be swept, besides the method's own
 SWITCH = {"on": True, "true": True, "off": False, "false": False}
 
 
 def plan_sweep(base: Experiment, text: str, given: Mapping[str, Any]) -> Job:
-    """The job that FIELD=VALUE,VALUE… and flags make of a base experiment: an experiment for each value."""
+    """Return the job that FIELD=VALUE,VALUE… and flags make of a base experiment."""
     word, _, listed = text.partition("=")
     name, values = word.replace("-", "_"), [value.strip() for value in listed.split(",")]
     method = type(base.method)
@@ -36,24 +36,25 @@ def plan_sweep(base: Experiment, text: str, given: Mapping[str, Any]) -> Job:
     if name in given:
         raise InputError(flags.flag(name), given[name], f"left out: {word} is what is swept")
     experiments = {}
-    for value, meant in zip(values, _switched(word, values) if types[name] is bool else values, strict=True):
-        with flags.named({name: meant}):
-            job = plan([base.method], base, {**given, name: meant}, SWEEP)
+    for value, parsed in zip(values, _switched(word, values) if types[name] is bool else values, strict=True):
+        with flags.named({name: parsed}):
+            job = plan([base.method], base, {**given, name: parsed}, SWEEP)
         experiments[f"{name}={value}"] = job.first
-    alike = any(a == b for a, b in itertools.combinations(experiments.values(), 2))
-    if alike or len(experiments) < len(values):
+    equal = any(a == b for a, b in itertools.combinations(experiments.values(), 2))
+    if equal or len(experiments) < len(values):
         raise InputError(word, listed, "values that differ from one another")
     return dataclasses.replace(job, experiments=experiments)
 
 
 def _example(kind: Any) -> str:
-    """Values of this type."""
+    """Return values of this type, as an example."""
     if get_origin(kind) is Literal:
         return ",".join(map(str, get_args(kind)))
     return {bool: "on,off", int: "1,5,10"}.get(kind, "0.1,0.5,1")
 
 
 def _switched(word: str, values: Sequence[str]) -> list[bool]:
+    """Return values such as "on" and "off" as true and false."""
     for value in values:
         if value not in SWITCH:
             raise InputError(word, value, "on or off")

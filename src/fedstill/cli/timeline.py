@@ -12,11 +12,11 @@ from ..core.errors import InputError, Shown
 from ..report import figures
 from ..report import timeline as report
 from ..run.journal import Journal
-from . import flags, keep
+from . import flags, folders
 from .screen import say
 from .show import picture
 
-FIRST = 5  # rounds drawn where none are named
+FIRST = 5  # rounds that are drawn by default
 
 
 def timeline(argv: Sequence[str]) -> None:
@@ -46,62 +46,64 @@ def timeline(argv: Sequence[str]) -> None:
         raise InputError(
             "run", Shown(" ".join(words) or "nothing"), "folders of runs, each once: fedstill timeline RUN …"
         )
-    folders = [Path(word) for word in words]
-    runs = [_read(folder) for folder in folders]  # all, before anything is said
-    shown = [_chosen(given["rounds"], lines) if "rounds" in given else lines[:FIRST] for lines, _ in runs]
-    out = picture(given["out"]) if "out" in given else folders[0] / "timeline.png"
+    paths = [Path(word) for word in words]
+    runs = [_read(path) for path in paths]  # all, before anything is printed
+    shown = [_select(given["rounds"], lines) if "rounds" in given else lines[:FIRST] for lines, _ in runs]
+    out = picture(given["out"]) if "out" in given else paths[0] / "timeline.png"
     panels: dict[str, Sequence[report.Line]] = {}
-    for folder, (lines, said), chosen in zip(folders, runs, shown, strict=True):
-        if len(folders) > 1:
-            say(f"{folder}:")
-        for text in report.summary(chosen if "rounds" in given else lines, said["late"], said.get("mode", "sync")):
+    for path, (lines, values), selected in zip(paths, runs, shown, strict=True):
+        if len(paths) > 1:
+            say(f"{path}:")
+        summed = selected if "rounds" in given else lines
+        for text in report.summary(summed, values["late"], values.get("mode", "sync")):
             say(text)
-        abandoned = [r["round"] for r in Journal(folder).history() if r.get("abandoned")]
+        abandoned = [record["round"] for record in Journal(path).history() if record.get("abandoned")]
         if abandoned:
-            say(f"abandoned, with fewer than {said['minimum']} replies: {len(abandoned)} of {len(lines)} rounds")
-        title = f"{said['method']['id']} on {said['data']}, devices {said['profile']}{_pace(said)}"
-        panels[title if title not in panels else f"{title} ({folder})"] = chosen
+            say(f"abandoned, with fewer than {values['minimum']} replies: {len(abandoned)} of {len(lines)} rounds")
+        title = f"{values['method']['id']} on {values['data']}, devices {values['profile']}{_wait_free(values)}"
+        panels[title if title not in panels else f"{title} ({path})"] = selected
     if not figures.available():
         say(figures.MISSING)
         return
-    notes = {_note(said) for _, said in runs}
+    notes = {_note(values) for _, values in runs}
     report.draw(panels, out, notes.pop() if len(notes) == 1 else "")
     say(f"picture: {out}")
 
 
 def _read(folder: Path) -> tuple[list[report.Line], Mapping[str, Any]]:
-    """A run's timeline and its settings."""
+    """Return a run's timeline and the values of its settings."""
     lines: list[report.Line] = [*Journal(folder).timelines()]
     if not lines:
-        inside = [found for found in keep.run_folders(folder) if Journal(found).timeline.is_file()]
+        inside = [run for run in folders.run_folders(folder) if Journal(run).timeline.is_file()]
         hint = f", such as {inside[0]}" if inside else " (--profile uniform --out FOLDER makes one)"
         raise InputError("run", str(folder), f"the folder of a run in simulated time{hint}")
-    # No Experiment: the run's sampler may be known in its own script only.
-    return lines, tomllib.loads((folder / keep.RUN).read_text(encoding="utf-8"))
+    # Not read as an Experiment: the run's sampler may be registered in its own script only.
+    return lines, tomllib.loads((folder / folders.RUN).read_text(encoding="utf-8"))
 
 
-def _pace(said: Mapping[str, Any]) -> str:
-    """Whether personal work waits, where that is a question."""
-    kind = said.get("wait_free", "off")
+def _wait_free(values: Mapping[str, Any]) -> str:
+    """Return a clause that names the kind of wait-free training, where it is on."""
+    kind = values.get("wait_free", "off")
     return f", wait-free ({kind})" if kind != "off" else ""
 
 
-def _chosen(text: str, lines: Sequence[report.Line]) -> list[report.Line]:
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
-    chosen = [line for line in lines if first <= line["round"] <= last]
-    if not chosen:
+def _select(text: str, lines: Sequence[report.Line]) -> list[report.Line]:
+    """Return the lines of the rounds that `--rounds` names: "3-5" or "3"."""
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    selected = [line for line in lines if first <= line["round"] <= last]
+    if not selected:
         right = f"rounds between {lines[0]['round']} and {lines[-1]['round']}, such as 1-3"
         raise InputError("--rounds", text, right)
-    return chosen
+    return selected
 
 
-def _note(said: Mapping[str, Any]) -> str:
-    """What ends a round, in words."""
-    if said.get("mode", "sync") != "sync":
-        count = "every reply" if said["mode"] == "fedasync" else "every buffer of replies"
-        return f"{said['mode']}: the server's step comes with {count}; sampler {said['sampler']}."
-    ends = [f"{said['over_select']:g} times as many asked as wanted"] if said["over_select"] > 1 else []
-    ends += [f"deadline {said['deadline']:g} s"] if said["deadline"] else []
-    late = f"; late replies: {said['late']}" if ends else ""
-    return f"End of a round: {', '.join(ends) or 'all that answer have done so'}{late}; sampler {said['sampler']}."
+def _note(values: Mapping[str, Any]) -> str:
+    """Return in words what ends a round."""
+    if values.get("mode", "sync") != "sync":
+        count = "every reply" if values["mode"] == "fedasync" else "every buffer of replies"
+        return f"{values['mode']}: the server's step comes with {count}; sampler {values['sampler']}."
+    ends = [f"{values['over_select']:g} times as many asked as wanted"] if values["over_select"] > 1 else []
+    ends += [f"deadline {values['deadline']:g} s"] if values["deadline"] else []
+    late = f"; late replies: {values['late']}" if ends else ""
+    return f"End of a round: {', '.join(ends) or 'all that answer have done so'}{late}; sampler {values['sampler']}."

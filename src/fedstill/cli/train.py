@@ -11,19 +11,19 @@ from ..core.errors import InputError, Shown, nearest
 from ..methods import METHODS, get
 from ..report.text import Facts
 from ..run import prepare, simulation
-from ..run.experiment import Experiment
-from . import flags, keep
-from .job import SWEEP, execute, plan, stoppable
+from ..run.experiment import Experiment, check_format
+from . import flags, folders, job
+from .job import execute, plan, stoppable
 from .live import watch
 from .screen import results, say
 from .sweep import plan_sweep
 
-DEMO = ("local", "fedavg", "fedrep", "pfedsd")
+FEW = ("local", "fedavg", "fedrep", "pfedsd")  # what the demo compares, and a comparison without names
 
 
 @dataclass(frozen=True)
-class Face:
-    """How a command shows itself in its help, and which methods' flags it takes."""
+class Usage:
+    """A command's help text, and the methods whose flags it takes."""
 
     command: str
     words: str
@@ -33,7 +33,7 @@ class Face:
     methods: tuple[str, ...] = tuple(METHODS)
 
     def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]] | None:
-        """The given flags and words; None where help was asked for and given (for the methods that were named)."""
+        """Return the flags and words of a command line, or print help (of the methods named in it) and return None."""
         parser = self.parser(self.methods)
         given, words = parser.read(argv)
         if "help" not in given:
@@ -43,10 +43,10 @@ class Face:
         return None
 
     def parser(self, methods: Sequence[str]) -> flags.Parser:
-        """The flags of the command, of these methods and of the experiment."""
+        """Return the parser of the command's own flags, these methods' and the experiment's."""
         parser = flags.Parser(self.command, self.about, self.words, self.examples)
         group = parser.add_argument_group("results")
-        help = f"folder for all that the run leaves [default {self.out}]"
+        help = f"folder for everything that the run writes [default {self.out}]"
         flags.plain(parser, group, "out", help, "FOLDER", "a folder")
         help = "run the seeds seed … seed+N−1 and report mean ± std over them [at least 1; default 1]"
         flags.plain(parser, group, "seeds", help, "N", "a whole number at least 1")
@@ -55,7 +55,7 @@ class Face:
         return parser
 
 
-RUN = Face(
+RUN = Usage(
     "run",
     "METHOD|FILE.toml",
     "Run one method with the settings that flags give, or a TOML file whose values flags override. With --out it "
@@ -69,11 +69,11 @@ RUN = Face(
         "fedstill run fedavg --fine-tune 10 --newcomers 4 --new --forgetting",
     ),
 )
-COMPARE = Face(
+COMPARE = Usage(
     "compare",
     "[METHOD…]",
     "Run several methods on the same data, partition and model, and set them side by side. METHOD 'all' is every "
-    f"method; none means {' '.join(DEMO)}. A method's own flags go to the methods that have them. "
+    f"method; none means {' '.join(FEW)}. A method's own flags go to the methods that have them. "
     "With --out: a folder for each run, summary.json and figure.png.",
     (
         "fedstill compare local fedavg pfedsd",
@@ -81,8 +81,8 @@ COMPARE = Face(
         "fedstill compare all --seeds 3 --out runs/all",
     ),
 )
-VALUES = Face(
-    SWEEP,
+SWEEP = Usage(
+    job.SWEEP,
     "METHOD|FILE.toml FIELD=VALUE,VALUE…",
     "Run one method with several values of one field, its own or one of local training, on the same data, and set them side "
     "by side. Where clients are stacked, all values of a floating field of the method or of lr, and all seeds, are one stack. "
@@ -93,23 +93,23 @@ VALUES = Face(
         "fedstill sweep runs/lr/lr=0.05/seed-0/experiment.toml mu=0,0.01,0.1",
     ),
 )
-SHOW = Face(
+DEMO = Usage(
     "demo",
     "",
-    f"Compare {', '.join(DEMO)} on 1,797 handwritten digits, divided unevenly among 20 clients. "
+    f"Compare {', '.join(FEW)} on 1,797 handwritten digits, divided unevenly among 20 clients. "
     "Nothing is downloaded. Writes the runs, summary.json and figure.png into --out, in place of an earlier demo.",
     ("fedstill demo", "fedstill demo --rounds 10 --out /tmp/demo"),
     out="fedstill-demo",
-    methods=DEMO,
+    methods=FEW,
 )
 
 
 def run(argv: Sequence[str]) -> None:
     """`fedstill run`."""
-    found = RUN.read(argv)
-    if found is None:
+    line = RUN.read(argv)
+    if line is None:
         return
-    given, words = found
+    given, words = line
     if not words:
         raise InputError(
             "method", Shown("nothing"), f"a method {nearest('', METHODS)} or a TOML file: fedstill run METHOD"
@@ -122,7 +122,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _base(name: str) -> Experiment:
-    """The experiment that a method's name or a TOML file stands for."""
+    """Return the experiment that a method's name or a TOML file stands for."""
     if name not in METHODS and (name.endswith(".toml") or Path(name).is_file()):
         return Experiment.from_toml(name)
     return Experiment(method=get(name)())
@@ -130,11 +130,11 @@ def _base(name: str) -> Experiment:
 
 def compare(argv: Sequence[str]) -> None:
     """`fedstill compare`."""
-    found = COMPARE.read(argv)
-    if found is None:
+    line = COMPARE.read(argv)
+    if line is None:
         return
-    given, words = found
-    chosen = {name: get(name) for name in (words or DEMO) if name != "all"}
+    given, words = line
+    chosen = {name: get(name) for name in (words or FEW) if name != "all"}
     if "all" in words:
         chosen = METHODS
     with flags.named(given):
@@ -143,32 +143,32 @@ def compare(argv: Sequence[str]) -> None:
 
 def sweep(argv: Sequence[str]) -> None:
     """`fedstill sweep`."""
-    found = VALUES.read(argv)
-    if found is None:
+    line = SWEEP.read(argv)
+    if line is None:
         return
-    given, words = found
+    given, words = line
     if len(words) != 2:
         raise InputError(
             "arguments",
             Shown(" ".join(words) or "nothing"),
             "a method and a field: fedstill sweep pfedsd lam=0.1,0.5,1",
         )
-    job = plan_sweep(_base(words[0]), words[1], given)
-    with flags.named(dict.fromkeys(job.given)):
-        execute(job)
+    sweeping = plan_sweep(_base(words[0]), words[1], given)
+    with flags.named(dict.fromkeys(sweeping.given)):
+        execute(sweeping)
 
 
 def demo(argv: Sequence[str]) -> None:
     """`fedstill demo`."""
-    found = SHOW.read(argv)
-    if found is None:
+    line = DEMO.read(argv)
+    if line is None:
         return
-    given, words = found
+    given, words = line
     if words:
         raise InputError("argument", words[0], "left out: 'fedstill compare METHOD…' runs other methods")
-    given.setdefault("out", SHOW.out)
+    given.setdefault("out", DEMO.out)
     with flags.named(given):
-        execute(plan([get(name)() for name in DEMO], Experiment(), given, keep.DEMO))
+        execute(plan([get(name)() for name in FEW], Experiment(), given, folders.DEMO))
 
 
 def resume(argv: Sequence[str]) -> None:
@@ -189,17 +189,18 @@ def resume(argv: Sequence[str]) -> None:
             "folder", Shown(" ".join(words) or "nothing"), "one folder that 'fedstill run --out FOLDER' made"
         )
     folder = Path(words[0])
-    if not (folder / keep.RUN).is_file():
-        inside = keep.run_folders(folder)
+    if not (folder / folders.RUN).is_file():
+        inside = folders.run_folders(folder)
         hint = f", such as {inside[0]}" if inside else ""
-        raise InputError("folder", str(folder), f"the folder of a run, which holds {keep.RUN}{hint}")
-    experiment = Experiment.from_toml(folder / keep.RUN)
+        raise InputError("folder", str(folder), f"the folder of a run, which holds {folders.RUN}{hint}")
+    check_format(folder)
+    experiment = Experiment.from_toml(folder / folders.RUN)
     label = experiment.method.id
     with watch([label], experiment.rounds) as shown, stoppable(folder):
-        done = simulation.resume(folder, progress=lambda record: shown.step(label, 0, record))
-        shown.whole(label, done.history[-1])
+        run = simulation.resume(folder, progress=lambda record: shown.step(label, 0, record))
+        shown.resumed(label, run.history[-1])
     facts = Facts.of(experiment, prepare.federation_of(experiment))
-    keep.save(folder, {label: experiment}, {label: [(folder, done)]}, facts, command="resume")
-    results([done], facts)
+    folders.save(folder, {label: experiment}, {label: [(folder, run)]}, facts, command="resume")
+    results([run], facts)
     say()
-    say(keep.draw(folder, {label: [done]}, facts))
+    say(folders.draw(folder, {label: [run]}, facts))

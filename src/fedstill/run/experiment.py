@@ -21,6 +21,8 @@ from ..core.training import FederationSettings, FurtherScores, LocalTraining, Ma
 from ..server.sampler import BY_PLAN, SAMPLERS
 from ..timing import clock
 
+FORMAT = 2  # of a run folder, in its environment.json; raised when older folders cannot be resumed
+
 
 @dataclass(frozen=True, kw_only=True)
 class Training(
@@ -140,6 +142,21 @@ def to_toml(training: Training, method: Method, **more: object) -> str:
     lines += ["", "[method]", f"id = {_toml(method.id)}"]
     lines += [f"{name} = {_toml(value)}" for name, value in settings.values_of(method).items()]
     return "\n".join(lines) + "\n"
+
+
+def check_format(folder: str | Path) -> None:
+    """Refuse to resume a run that was written in another format; the message names the version that wrote it."""
+    try:
+        environment = json.loads((Path(folder) / "environment.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        environment = None
+    if not isinstance(environment, dict):
+        environment = {}
+    if environment.get("format") != FORMAT:
+        version, format = environment.get("fedstill", "of an unknown version"), environment.get("format", 1)
+        right = f"a run in format {FORMAT}: fedstill {version} wrote this one in format {format}"
+        again = f"'fedstill run {Path(folder) / 'experiment.toml'}' runs it again"
+        raise InputError("folder", str(folder), f"{right}; {again}")
 
 
 def check_method(method: object) -> None:

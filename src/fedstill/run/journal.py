@@ -29,8 +29,8 @@ from ..core.errors import InputError
 from ..core.tree import Tree
 from ..core.version import __version__
 from ..nn.kernels.convolution import Choices
+from .experiment import FORMAT
 
-FORMAT = 2  # of a run folder; a folder with another is refused
 KEEP = 2  # checkpoints kept: a kill while one is written leaves the one before
 PART = 256 * 2**20  # bytes of clients' memories in one file
 CLIENTS = "clients"
@@ -58,20 +58,6 @@ class Journal:
             raise InputError(
                 "out", str(self.folder), "a folder that is new or empty ('fedstill resume FOLDER' goes on with a run)"
             )
-
-    def check_version(self) -> None:
-        """Refuse a folder that an earlier version made: its checkpoints have another form."""
-        file = self.folder / "environment.json"
-        try:
-            about = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            about = {}
-        if not isinstance(about, dict) or about.get("format") != FORMAT:
-            version = about.get("fedstill", "an unknown version") if isinstance(about, dict) else "an unknown version"
-            right = (
-                f"made by fedstill {__version__}: this one was made by {version}, whose checkpoints had another form"
-            )
-            raise InputError("folder", str(self.folder), right)
 
     def check_partition(self, partition: Mapping[str, Any]) -> None:
         """Refuse to go on when the data is divided otherwise than when the run began."""

@@ -23,7 +23,7 @@ from ..server.optimizer import Rule
 from ..server.sampler import count
 from ..timing import wait_free
 from ..timing.asynchronous import Asynchrony
-from .experiment import Experiment, Training, check_method
+from .experiment import Experiment, Training, check_format, check_method
 
 
 def check(method: Method, task: Task, training: Training) -> None:
@@ -52,7 +52,13 @@ def check_simulate(method: object, model: object, data: object, out: object, res
     check_callable("progress", progress)
     if not isinstance(resume, bool) or (resume and out is None):
         raise InputError("resume", resume, "true or false, and true only with `out`, the folder of the run to resume")
-    if out is not None and not resume:
+    if out is None:
+        return
+    check_path("out", out)
+    begun = (Path(str(out)) / "experiment.toml").is_file()
+    if resume and begun:
+        check_format(str(out))
+    else:
         check_out(out)
 
 

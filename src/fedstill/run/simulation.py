@@ -18,7 +18,7 @@ from ..server.coordinator import Callback
 from ..timing import clock
 from . import legal
 from .callbacks import Progress
-from .experiment import Experiment, Training, to_toml
+from .experiment import Experiment, Training, check_format, to_toml
 from .journal import Journal
 from .prepare import PYTHON, from_experiment, prepare
 from .result import Run
@@ -63,7 +63,6 @@ def simulate(
         elif before.read_text(encoding="utf-8") != text:
             raise InputError("out", str(out), "the folder of the same call: its settings or method were others")
         else:
-            journal.check_version()
             journal.check_partition(partition)
     return finish(Start(simulation, journal, progress=progress, resume=resume, callbacks=callbacks), transport)
 
@@ -106,8 +105,8 @@ def resume(folder: str | Path, *, progress: Progress | None = None, transport: T
     """Continue a run from its newest checkpoint, to the same bits as if it had never stopped."""
     check_path("folder", folder)
     check_callable("progress", progress)
+    check_format(folder)
     journal = Journal(folder)
-    journal.check_version()
     experiment = Experiment.from_toml(journal.folder / "experiment.toml")
     simulation, federation = from_experiment(experiment)
     journal.check_partition(partition_record(federation, experiment.profile))

@@ -1,0 +1,98 @@
+"""Folders of results: which ones may be written to or replaced, and the summary and the picture beside the runs."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..core.errors import InputError
+from ..report import figures
+from ..report.summary import ours, summary
+from ..report.text import Facts
+from ..run.experiment import Experiment
+from ..run.journal import write
+from ..run.result import Run
+
+SUMMARY, FIGURE, RUN = "summary.json", "figure.png", "experiment.toml"
+DEMO = "demo"  # the command that may replace what it made
+FILES = (  # what a run writes into its folder
+    RUN, SUMMARY, FIGURE, "partition.json", "environment.json", "metrics.jsonl", "scores.json", "choices.json",
+    "timeline.jsonl", "timeline.png",
+    "checkpoints/round-*.safetensors", "checkpoints/round-*.json",
+)  # fmt: skip
+
+
+def is_demo(out: Path) -> bool:
+    """Whether this folder is an earlier demo, which may be replaced; refuse a folder that holds anything else."""
+    if not out.is_dir() or not any(out.iterdir()):
+        return False
+    try:
+        record = json.loads((out / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        record = None
+    made = ours(record) and record.get("command") == DEMO
+    patterns = _patterns(record["methods"]) if made else []
+    foreign = sorted(
+        entry.relative_to(out).as_posix() for entry in out.rglob("*") if not _belongs(entry, out, patterns)
+    )
+    if foreign or not made or out.is_symlink():
+        reason = "this is a link" if out.is_symlink() else f"{foreign[0]} is not part of one" if made else "it is none"
+        raise InputError("out", str(out), f"a folder that is new, empty, or an earlier demo ({reason})")
+    return True
+
+
+def _patterns(methods: Sequence[str]) -> list[str]:
+    """Return patterns of all files that a demo of these methods may hold; a kill may leave a file's `.part`."""
+    runs = [f"{label}/{seed}{file}" for label in methods for seed in ("", "seed-*/") for file in FILES]
+    return [name + suffix for name in (SUMMARY, FIGURE, *runs) for suffix in ("", ".part")]
+
+
+def _belongs(entry: Path, out: Path, patterns: Sequence[str]) -> bool:
+    """Whether a file or folder is one that a demo makes; a link never is."""
+    if entry.is_symlink():
+        return False
+    name = entry.relative_to(out).as_posix()
+    if entry.is_dir():
+        return any(_match(name, pattern.rpartition("/")[0]) for pattern in patterns)
+    return entry.is_file() and any(_match(name, pattern) for pattern in patterns)
+
+
+def _match(name: str, pattern: str) -> bool:
+    """Whether a path matches a pattern folder by folder, so that * does not reach into a folder."""
+    names, patterns = name.split("/"), pattern.split("/")
+    return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
+
+
+def remove(out: Path) -> None:
+    """Remove an earlier demo (see `is_demo`)."""
+    shutil.rmtree(out)
+
+
+def save(
+    out: Path,
+    experiments: Mapping[str, Experiment],
+    runs: Mapping[str, Sequence[tuple[Path, Run]]],
+    facts: Facts,
+    failed: Mapping[str, str] | None = None,
+    command: str = "",
+) -> None:
+    """Write summary.json."""
+    relative = {label: [(f.relative_to(out).as_posix(), run) for f, run in done] for label, done in runs.items()}
+    record = summary(experiments, relative, facts, failed or {}, command)
+    write(out / SUMMARY, (json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+
+def draw(out: Path, runs: Mapping[str, Sequence[Run]], facts: Facts) -> str:
+    """Draw the picture; return the line that says where it is, or how to get one."""
+    if not figures.available():
+        return figures.MISSING
+    figures.compare_figure(runs, out / FIGURE, facts)
+    return f"picture: {out / FIGURE}"
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """Return the folders of runs inside the folder of several."""
+    return sorted(file.parent for pattern in (f"*/{RUN}", f"*/*/{RUN}") for file in folder.glob(pattern))
