@@ -211,3 +211,21 @@ def test_the_slowest_deadline_counts_for_all_that_wait_together() -> None:
     replies = driver.exchange({0: Request(orders([0], 1, 0), 0.05), 1: Request(orders([1], 1, 1), LONG)})
     # Run 1 is answered at once, but run 0's reply is still worth waiting for until the later of the two deadlines.
     assert (names(replies[0]), names(replies[1])) == ([(0, 1)], [(1, 1)])
+
+
+def test_what_arrives_while_a_run_waits_for_something_else_is_there_when_it_asks_for_any() -> None:
+    """Scoring or a checkpoint while clients are at work: their replies are not mixed with it, and not lost."""
+    seen: list[list[tuple[str, int]]] = []
+
+    def run() -> Dialogue[None]:
+        for request in (
+            Request(orders([0, 1, 2]), until="any"),
+            Request([Order("score", 1, 3)]),
+            Request((), until="any"),
+            Request((), until="any"),
+        ):
+            replies = yield request
+            seen.append([(r.kind, r.client) for r in replies])
+
+    Driver(Posted({0: 0.0, 1: 0.05, 2: 0.4, 3: 0.2})).run({0: run()})
+    assert seen == [[("train", 0)], [("score", 3)], [("train", 1)], [("train", 2)]]
