@@ -8,25 +8,19 @@ import pytest
 import torch
 
 from fedstill.engine import stacked
-from fedstill.run import simulation
-from fedstill.transport.local import LocalTransport
+from fedstill.run import session
+
+from .problems import Spy
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture
 def spied(monkeypatch):
-    """Every reply that passes, each with what its client keeps."""
-    seen = []
-
-    class Spy(LocalTransport):
-        def replies(self, timeout=None):
-            for reply in super().replies(timeout):
-                seen.append((reply, self.controller.store.get(reply.client)))
-                yield reply
-
-    monkeypatch.setattr(simulation, "LocalTransport", Spy)
-    return seen
+    """Every reply that passes, each with what its client keeps; a run that names no transport is carried by `spied.transport`."""
+    spy = Spy()
+    monkeypatch.setattr(session, "LocalTransport", spy.transport)
+    return spy
 
 
 @pytest.fixture

@@ -5,8 +5,12 @@ Ragged on purpose: sizes differ, batches are partial, one client has one sample.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +18,18 @@ import torch
 from torch import Tensor, nn
 
 import fedstill as fs
-from fedstill.core import terms
+from fedstill.core import terms, tree
 from fedstill.core.batch import Batch
 from fedstill.core.settings import values_of
 from fedstill.core.task import Task
-from fedstill.core.tree import Params
+from fedstill.core.tree import Params, Tree
+from fedstill.edge.edge import Edge
+from fedstill.run import simulation
+from fedstill.run.prepare import Simulation
+from fedstill.run.session import Session, Start, Transports
+from fedstill.server.coordinator import Coordinator
+from fedstill.transport.local import LocalTransport
+from fedstill.transport.messages import Reply
 
 SIZES = ((13, 5), (7, 3), (1, 2), (10, 4), (5, 1))
 CLASSES = 3
@@ -192,3 +203,83 @@ def cut(experiment: fs.Experiment, out: Path, after: int) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         fs.run(experiment, out=out, progress=stop)
+
+
+# ---- ways to run and to watch ----------------------------------------------------------------------------------------
+WIRED = functools.partial(LocalTransport, through_wire=True)  # a transport whose messages become bytes and back
+
+
+def finish(sim: Simulation, transport: Transports | None = None, **options: Any) -> fs.Run:
+    """Run what `prepare` made to its end; `options` are those of a `Start`."""
+    return simulation.finish(Start(sim, **options), transport)
+
+
+def rows(history: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a run's records without the seconds that it took."""
+    return [{name: value for name, value in record.items() if "seconds" not in name} for record in history]
+
+
+class Spy(list[tuple[Reply, Tree]]):
+    """Every reply that passes, each with what its client keeps after it. `transport` is the transport to give to a run."""
+
+    def transport(self, edge: Edge) -> LocalTransport:
+        """Return a transport that notes what it carries."""
+        spy = self
+
+        class Watched(LocalTransport):
+            def replies(self, timeout: float | None = None) -> Iterator[Reply]:
+                for reply in super().replies(timeout):
+                    spy.append((reply, edge.store.get(reply.run * edge.clients + reply.client)))
+                    yield reply
+
+        return Watched(edge)
+
+    def trained(self) -> list[Reply]:
+        """Return the replies to orders to train."""
+        return [reply for reply, _ in self if reply.kind == "train"]
+
+
+class Tampered:
+    """A transport whose replies pass through a function: it may change them, or drop them by returning None."""
+
+    def __init__(self, change: Callable[[Reply], Reply | None]) -> None:
+        self.change = change
+
+    def __call__(self, edge: Edge) -> LocalTransport:
+        """Return the transport."""
+        change = self.change
+
+        class Carrier(LocalTransport):
+            def replies(self, timeout: float | None = None) -> Iterator[Reply]:
+                for reply in super().replies(timeout):
+                    changed = change(reply)
+                    if changed is not None:
+                        yield changed
+
+        return Carrier(edge)
+
+
+class Watch:
+    """A callback that keeps a copy of the server's state after every round."""
+
+    def __init__(self) -> None:
+        self.servers: list[Tree] = []
+        self.coordinator: Coordinator
+
+    def on_start(self, coordinator: Coordinator) -> None:
+        """Note whose run it is."""
+        self.coordinator = coordinator
+
+    def on_round(self, coordinator: Coordinator, record: dict[str, Any]) -> None:
+        """Copy the state."""
+        self.servers.append(tree.clone(coordinator.state.server))
+
+    def on_end(self, coordinator: Coordinator) -> None:
+        """Do nothing."""
+
+
+def first_rounds(session: Session, rounds: int = 1) -> None:
+    """Carry out some rounds of a session's runs by hand, and stop there."""
+    for coordinator in session.coordinators:
+        for t in range(1, rounds + 1):
+            session.driver.run({coordinator.run: coordinator.round(dataclasses.replace(coordinator.task, round=t))})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 
@@ -14,15 +15,17 @@ from torch.utils.flop_counter import FlopCounterMode
 import fedstill as fs
 from fedstill import methods, models
 from fedstill.cli import main
+from fedstill.core import tree
 from fedstill.engine import flops
 from fedstill.engine.flops import Flops
 from fedstill.report import costs, published
-from fedstill.run import accounting, simulation
+from fedstill.run import accounting
 from fedstill.run.experiment import Training
+from fedstill.run.prepare import prepare
 from fedstill.transport import wire
 from fedstill.transport.local import LocalTransport
 
-from ..problems import CLASSES, make, ragged
+from ..problems import CLASSES, WIRED, finish, make, ragged
 
 N, BATCH, EPOCHS = 10, 4, 5  # three batches an epoch, the last of two samples
 # Plain is 4 → 6 → 3. A multiply-add is 2 FLOPs: forward 2·(24 + 18); backward 2·24 for fc1's weights (nobody asks for the
@@ -178,7 +181,12 @@ def test_a_method_that_cannot_be_counted_does_not_lose_the_run(monkeypatch) -> N
 
 
 # ---- bytes -------------------------------------------------------------------------------------------------------------
-MODEL, HEAD, NUMBER = 4 * 51, 4 * 21, 4  # bytes of Plain in float32, of its head, of one number
+MODEL, HEAD, NUMBER, WHOLE = (
+    4 * 51,
+    4 * 21,
+    4,
+    8,
+)  # bytes of Plain in float32, of its head, of one number (whole: int64)
 
 
 def payload(message) -> int:
@@ -201,15 +209,15 @@ def payload(message) -> int:
         (fs.FedRep(), MODEL - HEAD, MODEL - HEAD),
         (fs.LGFedAvg(), HEAD, HEAD),
         (fs.SCAFFOLD(), 2 * MODEL, 2 * MODEL),
-        (fs.FedFomo(m=2), 2 * MODEL + 2 * NUMBER, MODEL + 2 * NUMBER),  # which places are taken; the weights
+        (fs.FedFomo(m=2), 2 * MODEL + 2 * WHOLE, MODEL + 2 * NUMBER),  # whose models they are; the weights
         (fs.FedGKD(), 2 * MODEL, MODEL),  # from round 3 on
     ],
     ids=str,
 )
-def test_bytes_are_those_on_the_wire(method: fs.Method, down: int, up: int, monkeypatch) -> None:
+def test_bytes_are_those_on_the_wire(method: fs.Method, down: int, up: int) -> None:
     sent, came = [], []
 
-    class Spy(LocalTransport):
+    class Scales(LocalTransport):
         def dispatch(self, orders):
             sent.extend((order.round, payload(order)) for order in orders if order.kind == "train")
             super().dispatch(orders)
@@ -220,9 +228,9 @@ def test_bytes_are_those_on_the_wire(method: fs.Method, down: int, up: int, monk
                     came.append((reply.round, payload(reply)))
                 yield reply
 
-    monkeypatch.setattr(simulation, "LocalTransport", Spy)
-    how = Training(rounds=3, epochs=1, lr=0.01, participation=0.5, engine="one")
-    done = simulation.prepare(method, make("plain"), ragged(), None, how).run(through_wire=True)
+    training = Training(rounds=3, epochs=1, lr=0.01, participation=0.5, engine="one")
+    ready = prepare(method, make("plain"), ragged(), None, training)
+    done = finish(ready, functools.partial(Scales, through_wire=True))
     for record in done.history:
         t = record["round"]
         assert record["bytes_down"] == np.mean([size for r, size in sent if r == t])
@@ -230,7 +238,9 @@ def test_bytes_are_those_on_the_wire(method: fs.Method, down: int, up: int, monk
         assert record["bytes_total"] == sum(size for r, size in (*sent, *came) if r == t)
     last = done.history[-1]
     assert (last["bytes_down"], last["bytes_up"]) == (down, up)
-    assert accounting.numbers(method.send(done.task, done.server, 0)) * NUMBER == down
+    sent_last = method.send(done.task, done.server, 0)
+    whole = sum(leaf.numel() for _, leaf in tree.leaves(sent_last) if not leaf.is_floating_point())
+    assert accounting.numbers(sent_last) * NUMBER + whole * (WHOLE - NUMBER) == down
     assert done.cost.numbers_up == up / NUMBER
 
 
@@ -244,10 +254,9 @@ def test_the_same_bytes_without_the_wire_and_stacked() -> None:
 
 # ---- time --------------------------------------------------------------------------------------------------------------
 def test_a_rounds_time_is_divided() -> None:
-    how = Training(rounds=3, epochs=1, lr=0.01, engine="one")
-    ready = simulation.prepare(fs.FedAvg(), make("plain"), ragged(), None, how)
+    ready = prepare(fs.FedAvg(), make("plain"), ragged(), None, Training(rounds=3, epochs=1, lr=0.01, engine="one"))
     for wired in (False, True):
-        for record in ready.run(through_wire=wired).history:
+        for record in finish(ready, WIRED if wired else None).history:
             parts = [record[f"{name}_seconds"] for name in ("communication", "client", "server")]
             assert sum(parts) == pytest.approx(record["train_seconds"], abs=1e-6)
             assert parts[1] > 0

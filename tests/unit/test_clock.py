@@ -17,10 +17,11 @@ import fedstill as fs
 from fedstill.core import plan
 from fedstill.core.plan import Plan
 from fedstill.edge import monitor
-from fedstill.edge.monitor import Policy, SimulatedMonitor, Status, SystemMonitor
+from fedstill.edge.monitor import Policy, Status, SystemMonitor
 from fedstill.server.sampler import SAMPLERS, Memory, sampler
 from fedstill.timing import clock
 from fedstill.timing.clock import Clock, Devices
+from fedstill.timing.monitor import SimulatedMonitor
 from fedstill.timing.schedule import MERGE, Outcome, Schedule, Trigger, rehearse
 
 
@@ -240,9 +241,9 @@ def test_shares_are_rounded_up_but_not_by_rounding_errors() -> None:
 
 def test_availability_is_its_share() -> None:
     now = schedule(clients=1000, availability=0.3)
-    present = [len(now.present(t, range(1000))) for t in range(1, 51)]
+    present = [len(now.available(t, range(1000))) for t in range(1, 51)]
     assert np.mean(present) / 1000 == pytest.approx(0.3, abs=4 * np.sqrt(0.21 / 50_000))
-    assert now.present(1, range(1000)) != now.present(2, range(1000))
+    assert now.available(1, range(1000)) != now.available(2, range(1000))
 
 
 def test_ten_thousand_clients_take_seconds() -> None:

@@ -13,7 +13,7 @@ import fedstill as fs
 from fedstill.cli import main
 from fedstill.server.optimizer import Rule
 
-from ..problems import cut_and_resumed, identical, make, run, states
+from ..problems import Spy, cut_and_resumed, identical, make, run, states
 
 RULES = ("momentum", "adam", "yogi")
 SIZES = (13, 7, 1, 10, 5)
@@ -66,16 +66,17 @@ def test_one_step_of_each_by_hand() -> None:
 
 @pytest.mark.parametrize("method", [fs.PFedSD(), fs.FedAvg(), fs.FedRep(), fs.FedGKD(m=2)], ids=lambda m: m.id)
 @pytest.mark.parametrize("kind", RULES)
-def test_three_rounds_by_hand(kind: str, method: fs.Method, spied) -> None:
+def test_three_rounds_by_hand(kind: str, method: fs.Method) -> None:
     """From the uploads alone. BatchNorm's statistics and whole numbers take the plain mean; what stays private stays."""
     numbers = {"server_lr": 0.3, "server_momentum": 0.7, "server_beta2": 0.8, "server_tau": 0.02}
-    ended = run(method, "normed", server=kind, **numbers)
+    spy = Spy()
+    ended = run(method, "normed", server=kind, transport=spy.transport, **numbers)
     start = make("normed")
     parameters = {name for name, _ in start.named_parameters()}
     w = {name: value.double().numpy().copy() for name, value in start.state_dict().items()}
     rules = {name: ByHand(kind, 0.3, 0.7, 0.8, 0.02) for name in parameters}
     for t in (1, 2, 3):
-        replies = [reply for reply, _ in spied if reply.kind == "train" and reply.round == t]
+        replies = [reply for reply in spy.trained() if reply.round == t]
         weights = np.array([SIZES[r.client] if method.mean == "weighted" else 1.0 for r in replies])
         weights = weights / weights.sum()
         for name in replies[0].up["params"]:
@@ -136,7 +137,7 @@ def test_which_methods_take_a_rule() -> None:
 def test_a_method_that_brings_its_own_merge_must_say_that_it_averages() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Silent(fs.FedAvg):
-        def merge(self, task, server, ups, weights, clients):
+        def merge(self, task, server, uploads):
             return server
 
     @dataclass(frozen=True, kw_only=True)

@@ -254,7 +254,11 @@ def test_newcomers_stay_away_and_join_afterwards(method, engine) -> None:
     after = {str(k): accuracy(trained(found.personal(k), c, 4, "all"), c.x_test, c.y_test) for k, c in theirs.items()}
     assert found.after["newcomers_before_clients"] == pytest.approx(before)
     assert found.after["newcomers_after_clients"] == pytest.approx(after)
-    assert found.joined(4) == pytest.approx((np.mean(list(before.values())), np.mean(list(after.values()))))
+    sizes = [SIZES[k][0] for k in found.newcomers]  # training samples
+    assert sizes[0] != sizes[1]
+    weighted = tuple(np.average(list(rates.values()), weights=sizes) for rates in (before, after))
+    assert found.joined(4) == pytest.approx(weighted)
+    assert (found.after["newcomers_before"], found.after["newcomers_after"]) == pytest.approx(weighted)
     assert found.new() == pytest.approx(vote(found, *union(data, found.clients), found.clients))
     assert "all clients: the 3 that train; " in found.table()
 
@@ -320,6 +324,16 @@ def test_watching_changes_nothing(method) -> None:
     assert identical(states(plain), states(watched))
     assert distance(states(plain), states(run(method, forgetting=True, engine="stacked"))) < 1e-9
     assert all(set(r["trained_clients"]) == {str(k) for k in r["participants"]} for r in watched.history)
+
+
+def test_watching_does_not_hide_that_training_diverges() -> None:
+    """The watch scores models whose weights are no longer finite; the run must still stop."""
+    for engine in ("one", "stacked"):
+        with pytest.raises(fs.TrainingError, match=r"round \d+, client \d+: (the training loss|weights)"):
+            run(fs.FedAvg(), forgetting=True, lr=1e200, engine=engine)
+        overflow = {"lr": 1e300, "epochs": 1, "batch_size": 100, "momentum": 0.0, "weight_decay": 1e10}
+        with pytest.raises(fs.TrainingError, match="weights are no longer finite"):  # behind a finite loss
+            run(fs.FedAvg(), forgetting=True, rounds=1, engine=engine, **overflow)
 
 
 def test_what_sends_nothing_forgets_nothing() -> None:

@@ -1,95 +1,23 @@
-"""Sampler, aggregator and coordinator, with transports that are late, lossy or noisy."""
+"""Sampler, aggregator and coordinator, with transports that are lossy."""
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
-from collections.abc import Iterator, Sequence
+import dataclasses
 
 import pytest
 import torch
 
 import fedstill as fs
 from fedstill.core import tree
-from fedstill.run import simulation
 from fedstill.run.experiment import Training
+from fedstill.run.prepare import prepare
 from fedstill.server.aggregator import Aggregator
 from fedstill.server.sampler import count
 from fedstill.transport import wire
 from fedstill.transport.local import LocalTransport
 from fedstill.transport.messages import Order, Reply
 
-from ..problems import SETTINGS, identical, make, ragged
-
-
-class Posted:
-    """A transport whose replies arrive from another thread, each after its own delay."""
-
-    def __init__(self, delays: dict[int, float | None]) -> None:
-        self.delays = delays
-        self.box: queue.Queue[Reply] = queue.Queue()
-
-    def dispatch(self, orders: Sequence[Order]) -> None:
-        self.out = len(orders)
-        for order in orders:
-            delay = self.delays[order.client]
-            if delay is not None:
-                report = {"loss": 1.0, "steps": 1.0, "samples": float(order.client + 1)}
-                reply = Reply(
-                    "train", order.round, order.client, {"params": {"w": torch.tensor(float(order.client))}}, report
-                )
-                threading.Timer(delay, self.box.put, (reply,)).start()
-
-    def replies(self, timeout: float | None = None) -> Iterator[Reply]:
-        end = None if timeout is None else time.monotonic() + timeout
-        while True:
-            try:
-                yield self.box.get(timeout=None if end is None else max(0.0, end - time.monotonic()))
-            except queue.Empty:
-                return
-
-    def alive(self) -> Sequence[int]:
-        return sorted(self.delays)
-
-
-def orders(clients: Sequence[int], round: int = 1) -> list[Order]:
-    return [Order("train", round, k, {}) for k in clients]
-
-
-def test_fires_as_soon_as_all_are_in_and_sorts_by_client() -> None:
-    transport = Posted({0: 0.10, 1: 0.0, 2: 0.05})
-    transport.dispatch(orders([0, 1, 2]))
-    began = time.monotonic()
-    replies = Aggregator(deadline=30).collect(transport, orders([0, 1, 2]))
-    assert [r.client for r in replies] == [0, 1, 2]
-    assert time.monotonic() - began < 5
-
-
-def test_fires_at_the_deadline_without_the_late_and_the_lost() -> None:
-    transport = Posted({0: 0.0, 1: 5.0, 2: None})
-    transport.dispatch(orders([0, 1, 2]))
-    began = time.monotonic()
-    replies = Aggregator(deadline=0.3).collect(transport, orders([0, 1, 2]))
-    assert [r.client for r in replies] == [0]
-    assert 0.25 < time.monotonic() - began < 2
-
-
-def test_strays_of_an_earlier_round_and_doubles_do_not_count() -> None:
-    class Noisy(Posted):
-        def replies(self, timeout: float | None = None) -> Iterator[Reply]:
-            yield Reply(
-                "train", 0, 1, {"params": {"w": torch.tensor(99.0)}}, {"loss": 1.0, "steps": 1.0, "samples": 1.0}
-            )
-            first = next(super().replies(timeout))
-            yield first
-            yield first
-            yield from super().replies(timeout)
-
-    transport = Noisy({0: 0.0, 1: 0.05})
-    transport.dispatch(orders([0, 1]))
-    replies = Aggregator().collect(transport, orders([0, 1]))
-    assert [(r.client, r.round) for r in replies] == [(0, 1), (1, 1)]
+from ..problems import SETTINGS, Tampered, finish, identical, make, ragged
 
 
 def test_below_the_minimum_the_model_stays() -> None:
@@ -97,27 +25,19 @@ def test_below_the_minimum_the_model_stays() -> None:
     assert Aggregator(minimum=1).merge(fs.FedAvg(), None, server, []) is server  # type: ignore[arg-type]
 
 
-def test_lost_replies_equal_a_round_whose_cohort_were_the_survivors(monkeypatch) -> None:
+def test_lost_replies_equal_a_round_whose_cohort_were_the_survivors() -> None:
     """Whoever does not answer is not merged: the same server model as if it had not been asked."""
-
-    class Lossy(LocalTransport):
-        def replies(self, timeout=None):
-            return (r for r in super().replies(timeout) if r.kind == "score" or r.client != 3)
-
-    how = Training(**{**SETTINGS, "rounds": 1, "participation": 1.0}, engine="one")
-    prepared = simulation.prepare(fs.FedAvg(), make("plain"), ragged(), None, how)
-    monkeypatch.setattr(simulation, "LocalTransport", Lossy)
-    lossy = prepared.run()
-    assert lossy.history[0]["missing"] == [3]
-    assert lossy.history[0]["participants"] == [0, 1, 2, 4]
-    monkeypatch.undo()
 
     class Absent(LocalTransport):
         def alive(self):
             return [0, 1, 2, 4]
 
-    monkeypatch.setattr(simulation, "LocalTransport", Absent)
-    assert identical({"g": prepared.run().generic()}, {"g": lossy.generic()})
+    training = Training(**{**SETTINGS, "rounds": 1, "participation": 1.0}, engine="one")
+    prepared = prepare(fs.FedAvg(), make("plain"), ragged(), None, training)
+    lossy = finish(prepared, Tampered(lambda reply: None if reply.kind == "train" and reply.client == 3 else reply))
+    assert lossy.history[0]["missing"] == [3]
+    assert lossy.history[0]["participants"] == [0, 1, 2, 4]
+    assert identical({"g": finish(prepared, Absent).generic()}, {"g": lossy.generic()})
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_named() -> None:
@@ -139,15 +59,19 @@ def test_messages_survive_the_wire_to_the_bit() -> None:
         "empty": {},
         "half": torch.randn(2).bfloat16(),
     }
-    order = wire.decode(wire.encode(Order("score", 4, 2, down, {"b": shared}, "val")), Order)
-    assert (order.kind, order.round, order.client, order.part) == ("score", 4, 2, "val")
+    sent = Order("score", 4, 2, down, {"b": shared}, "val", run=1, settled=3, taken=False)
+    order = wire.decode(wire.encode(sent), Order)
+    plain = [field.name for field in dataclasses.fields(Order) if field.name not in ("down", "generic")]
+    assert [getattr(order, name) for name in plain] == [getattr(sent, name) for name in plain]
+    assert torch.equal(order.generic["b"], shared)
+    assert wire.decode(wire.encode(dataclasses.replace(sent, generic=None)), Order).generic is None
     assert tree.outline(order.down) == tree.outline(down)
     assert list(order.down["params"]) == ["b", "a.w", "n"]
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(tree.leaves(order.down), tree.leaves(down), strict=True))
-    reply = Reply("train", 1, 0, {"params": {"w": shared.t()}}, {"loss": 0.1})
+    reply = Reply("train", 1, 0, {"params": {"w": shared.t()}}, {"loss": 0.1}, 2, "no battery")
     back = wire.decode(wire.encode(reply), Reply)
     assert torch.equal(back.up["params"]["w"], shared.t())
-    assert back.report == {"loss": 0.1}
+    assert (back.report, back.run, back.refusal) == ({"loss": 0.1}, 2, "no battery")
 
 
 def test_who_never_took_part_is_scored_with_the_generic_model() -> None:

@@ -22,6 +22,7 @@ class Driver:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.out: set[Key] = set()  # orders of requests that wait for "any" reply, and may be answered later
+        self.early: list[Reply] = []  # answers to these that came while their run waited for something else
 
     def run(self, dialogues: Mapping[int, Dialogue[None]]) -> dict[int, TrainingError]:
         """Run coordinators, by the number of their run, to their ends; return why some could not go on.
@@ -57,30 +58,32 @@ class Driver:
         self.transport.dispatch([order for request in requests.values() for order in request.orders])
         self.out |= {key for key, run in expected.items() if run not in patient}
         missing = {key for key, run in expected.items() if run in patient}
-        eager = set(requests) - patient
+        waiting = frozenset(set(requests) - patient)  # for any reply
         deadlines = [request.deadline for request in requests.values()]
         deadline = None if None in deadlines else max((d for d in deadlines if d is not None), default=None)
         end = None if deadline is None else time.monotonic() + deadline
-        received: dict[Key, Reply] = {}
+        received = {_key(reply): reply for reply in self.early if reply.run in waiting}
+        self.early = [reply for reply in self.early if reply.run not in waiting]
+        eager = set(waiting - {reply.run for reply in received.values()})
         if missing or eager:
             for reply in self.transport.replies(deadline):
                 if end is not None and time.monotonic() > end:
                     break
-                key = reply.run, reply.kind, reply.round, reply.client
-                if key in received or (key not in missing and key not in self.out):
-                    continue
-                received[key] = reply
+                key = _key(reply)
+                if key in missing or (key in self.out and reply.run in waiting):
+                    received[key] = reply
+                    eager.discard(reply.run)
+                elif key in self.out:
+                    self.early.append(reply)
                 missing.discard(key)
                 self.out.discard(key)
-                eager.discard(reply.run)
                 if not missing and not eager:
                     break
         replies: dict[int, list[Reply]] = {run: [] for run in requests}
         for reply in sorted(received.values(), key=lambda reply: reply.client):
-            if reply.run in replies:
-                replies[reply.run].append(reply)
+            replies[reply.run].append(reply)
         return replies
 
 
-def _key(order: Order) -> Key:
-    return order.run, order.kind, order.round, order.client
+def _key(message: Order | Reply) -> Key:
+    return message.run, message.kind, message.round, message.client

@@ -10,10 +10,11 @@ from torch import nn
 
 from .. import data as sources
 from .. import models, scores
+from ..core import tree
 from ..core.errors import InputError, Shown
 from ..core.method import Method
 from ..core.plan import JointPlan, Plan
-from ..core.task import Task
+from ..core.task import Average, Task
 from ..core.tree import Params, Tree
 from ..data import Federation
 from ..edge.data_manager import DataManager, JointData
@@ -97,8 +98,13 @@ def prepare(
     federation: Federation,
     head: str | Sequence[str] | None,
     training: Training,
+    *,
+    average: Average = tree.mean,
 ) -> Simulation:
-    """Check everything and make it ready; raises `InputError` before any work."""
+    """Check everything and make it ready; raises `InputError` before any work.
+
+    `average` is the server's mean in every method's `merge`; `server.average` has robust ones.
+    """
     device, dtype = pick_device(training.device), getattr(torch, training.dtype)
     if isinstance(method, type) or not isinstance(method, Method):
         raise InputError("method", Shown(repr(method)), "a method such as fedstill.PFedSD(), not its class or name")
@@ -127,6 +133,7 @@ def prepare(
         nesterov=training.nesterov,
         weight_decay=training.weight_decay,
         seed=training.seed,
+        average=average,
     )
     legal.check(method, task, training)
     plan = Plan(training.seed, training.batch_size)
