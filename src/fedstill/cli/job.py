@@ -18,7 +18,7 @@ from ..data import Federation
 from ..methods import METHODS
 from ..report import local_work
 from ..report.text import Facts
-from ..run import prepare, simulation
+from ..run import prepare, simulation, together
 from ..run.callbacks import Progress
 from ..run.experiment import Experiment
 from ..run.legal import check_out
