@@ -14,8 +14,8 @@ from ..core import plan, tree
 from ..core.plan import Plan
 from ..core.tree import Tree
 from ..data.samples import Part, Samples
-from ..edge.data_manager import DataManager
 from ..edge.model_store.store import ModelStore
+from ..engine.bench import FederationData
 
 
 class Apart(Exception):
@@ -60,7 +60,7 @@ class Plans:
 class Joined:
     """The data of several runs one after another; runs on the same data share it."""
 
-    def __init__(self, managers: Sequence[DataManager]) -> None:
+    def __init__(self, managers: Sequence[FederationData]) -> None:
         self.train, self.test = (_joined([manager.part(name) for manager in managers]) for name in ("train", "test"))
         validation = [manager.val for manager in managers if manager.val is not None]
         if len(validation) not in (0, len(managers)):

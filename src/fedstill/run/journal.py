@@ -27,7 +27,7 @@ import torch
 from ..core import tree
 from ..core.errors import InputError
 from ..core.tree import Tree
-from ..nn.kernels.convolution import Choices
+from ..nn.kernels.autotune import Choices
 
 KEEP = 2  # checkpoints kept: a kill while one is written leaves the one before
 PART = 256 * 2**20  # bytes of clients' memories in one file
@@ -75,7 +75,7 @@ class Journal:
 
     def keep_choices(self, choices: Choices) -> None:
         """Write down what was measured, where that is news."""
-        found = choices.said()
+        found = choices.to_dict()
         if found and found != self.choices():
             write(self.folder / "choices.json", (json.dumps(found, indent=2) + "\n").encode())
 

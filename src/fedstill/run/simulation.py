@@ -28,9 +28,9 @@ from ..edge.edge import Controller
 from ..edge.model_store.store import ModelStore
 from ..edge.monitor import Policy, SimulatedMonitor
 from ..engine.bench import Bench
-from ..engine.one import threads
+from ..engine.threads import threads
 from ..engine.trainer import Trainer
-from ..nn.kernels.convolution import Choices
+from ..nn.kernels.autotune import Choices
 from ..nn.net import Net
 from ..nn.split import by_head
 from ..server.aggregator import Aggregator
@@ -248,7 +248,7 @@ class Simulation:
         )
         choices = self.trainer.choices
         if go_on and journal is not None:
-            choices.take(journal.choices())
+            choices.update(journal.choices())
         return Course(
             self, coordinator, controller, store, server, history, first, journal, checkpoint_every, progress, choices
         )
