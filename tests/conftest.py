@@ -7,10 +7,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
-from fedstill.engine import stacked
 from fedstill.run import session
 
-from .problems import Spy
+from .problems import SETTINGS, Spy
 
 torch.set_num_threads(1)
 
@@ -25,5 +24,5 @@ def spied(monkeypatch):
 
 @pytest.fixture
 def traced(monkeypatch):
-    """Stacked phases run as traced programs, with the convolutions of `convolution.py`: what a GPU does, less its graphs."""
-    monkeypatch.setattr(stacked, "way_of", lambda bench, compile, fast: "traced")
+    """Runs with the shared settings trace their stacked phases, as on a GPU, but on a CPU and without graphs."""
+    monkeypatch.setitem(SETTINGS, "compile", "traced")

@@ -24,7 +24,11 @@ from fedstill.core.settings import values_of
 from fedstill.core.task import Task
 from fedstill.core.tree import Params, Tree
 from fedstill.edge.edge import Edge
+from fedstill.engine import pool
+from fedstill.engine.trainer import Tuning
+from fedstill.nn.kernels import winograd
 from fedstill.run import simulation
+from fedstill.run.experiment import Training
 from fedstill.run.prepare import Simulation
 from fedstill.run.session import Session, Start, Transports
 from fedstill.server.coordinator import Coordinator
@@ -103,10 +107,25 @@ SETTINGS = dict(
 )  # fmt: skip
 
 
-def run(method: fs.Method, model: str = "plain", data: fs.Federation | None = None, **changes) -> fs.Run:
-    """A short float64 run of the shared problem."""
+def run(
+    method: fs.Method, model: str | nn.Module = "plain", data: fs.Federation | None = None, trainer: dict | None = None,
+    **changes,
+) -> fs.Run:  # fmt: skip
+    """A short float64 run of the shared problem; `trainer` is what `Trainer` takes besides a run's settings."""
     settings = {**SETTINGS, "engine": "one", **changes}
-    return fs.simulate(method, model=make(model), data=data or ragged(), **settings)
+    module = make(model) if isinstance(model, str) else model
+    if trainer is None:
+        return fs.simulate(method, model=module, data=data or ragged(), **settings)
+    ready = simulation.prepare(method, module, data or ragged(), None, Training(**settings))
+    return retuned(ready, **trainer).run()
+
+
+EAGER = Tuning(pool.Limits(call=0, start=0), winograd.Limits(0, 0, 0, 0))  # faster ways take the smallest problems, too
+
+
+def retuned(ready: simulation.Simulation, **changes) -> simulation.Simulation:
+    """The same run with a trainer that differs, by what `Trainer` takes."""
+    return dataclasses.replace(ready, trainer=ready.trainer.over(ready.trainer.bench, **changes))
 
 
 def states(run: fs.Run) -> dict[str, Params]:

@@ -14,7 +14,7 @@ from fedstill.nn.kernels import winograd
 from fedstill.run import simulation
 from fedstill.run.experiment import Training
 
-from ..problems import MODELS, SETTINGS, distance, identical, make, on_quadratics, point, ragged, run, states
+from ..problems import EAGER, MODELS, SETTINGS, distance, identical, make, on_quadratics, point, ragged, run, states
 from .table import OPTIMUM, ROWS, Neutral, Row, mean_of_pulls
 
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -48,7 +48,7 @@ def test_1_a_traced_program_equals_one(row: Row, model: str, traced, capsys) -> 
     for a, b in zip(one.history, program.history, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-10)
         assert a["personal_clients"] == b["personal_clients"]
-    stages = list(program.trainer.engine._stages.values())
+    stages = list(program.trainer.engine.programs.stages.values())
     assert stages
     assert all((arena is None) == asks_for_the_round(row.method) for arena in stages)
     assert capsys.readouterr().err == ""  # nothing fell back
@@ -86,8 +86,6 @@ class Pooled(nn.Module):
 @pytest.mark.parametrize("model", [Chain, Pooled])
 def test_1_fast_paths_on_and_off(row: Row, model: type[nn.Module], monkeypatch) -> None:
     """Clients one by one: by the loops and convolutions that are faster, and without them."""
-    for name in ("CHANNELS", "PLANES", "WORK", "WIDE"):
-        monkeypatch.setattr(winograd, name, 0)  # small ones too
     used: list[str] = []
     for owner, name in ((winograd, "conv2d"), (fused.Perceptron, "train")):
         plain = getattr(owner, name)
@@ -96,11 +94,11 @@ def test_1_fast_paths_on_and_off(row: Row, model: type[nn.Module], monkeypatch) 
     net = model().double()
 
     def trained(**how) -> fs.Run:
-        return fs.simulate(row.method, model=net, data=ragged(), **SETTINGS, engine="one", workers=1, **how)
+        return run(row.method, net, workers=1, **how)
 
     off = trained(fast=False)
     assert used == []
-    on = trained()
+    on = trained(trainer={"tuning": EAGER})
     assert distance(states(on), states(off)) < 1e-10
     assert [r["loss"] for r in on.history] == pytest.approx([r["loss"] for r in off.history], abs=1e-10)
     assert [r["personal_clients"] for r in on.history] == [r["personal_clients"] for r in off.history]

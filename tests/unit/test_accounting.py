@@ -156,12 +156,10 @@ def test_drawn_epochs_count_by_their_mean() -> None:
 def test_counting_leaves_everything_as_it_was() -> None:
     one, other = (run(fs.PFedSD(), make("convolved"), rounds=2, eval_every=2) for _ in range(2))
     net, before = one.task.net, torch.get_rng_state()
-    held = [id(owner[leaf]) for _, owner, leaf in net._slots[True]]
-    how = net.channels_last, net.lowering, net.bf16
+    how = net.execution
     assert one.cost.flops is not None
     assert torch.equal(before, torch.get_rng_state())
-    assert held == [id(owner[leaf]) for _, owner, leaf in net._slots[True]]
-    assert how == (net.channels_last, net.lowering, net.bf16)
+    assert how is net.execution
     assert one.fine_tuned(1, "all") == other.fine_tuned(1, "all")
     for k in range(4):
         assert all(torch.equal(a, other.personal(k)[n]) for n, a in one.personal(k).items())

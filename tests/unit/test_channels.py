@@ -11,6 +11,7 @@ import fedstill as fs
 from fedstill import models
 from fedstill.core import tree
 from fedstill.nn.channels import Mark, follow
+from fedstill.nn.net import Net
 from fedstill.run import simulation
 from fedstill.run.experiment import Training
 
@@ -48,7 +49,7 @@ def test_silenced_channels_equal_a_network_without_them() -> None:
     net = net.double().eval()
     x = torch.randn(5, 1, 4, 4, dtype=torch.float64)
     channels = follow(net, x)
-    functional = fs.functional.Net(net, torch.device("cpu"), torch.float64)
+    functional = Net(net, torch.device("cpu"), torch.float64)
     params = functional.initial()
     shared = functional(params, x, train=False, gates=channels.gates(torch.tensor(0.5, dtype=torch.float64), False, x))
     small = nn.Sequential(

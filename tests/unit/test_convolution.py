@@ -19,8 +19,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, vmap
 
-from fedstill.nn.kernels import convolution
-from fedstill.nn.kernels.convolution import GROUPED, OPERATIONS, PRODUCT, Choices, Lowering, Shape, conv2d
+from fedstill.nn.kernels import autotune, convolution
+from fedstill.nn.kernels.autotune import Choices, Lowering
+from fedstill.nn.kernels.convolution import GROUPED, OPERATIONS, PRODUCT, Shape
+from fedstill.nn.kernels.vmapped import conv2d
 
 N = 3
 SHAPES = [
@@ -41,8 +43,8 @@ class Always(Choices):
         super().__init__()
         self.way = way
 
-    def of(self, what: str, s: Shape, dtype: torch.dtype, cuda: bool) -> str:
-        super().of(what, s, dtype, cuda)
+    def algorithm(self, what: str, s: Shape, dtype: torch.dtype, cuda: bool) -> str:
+        super().algorithm(what, s, dtype, cuda)
         return self.way
 
 
@@ -200,7 +202,7 @@ INTERPRETED = """
     import torch
     from torch.func import grad, vmap
     import torch.nn.functional as F
-    from fedstill import convolution as C
+    from fedstill.nn.kernels import autotune as A, convolution as C, vmapped as V
     torch.manual_seed(0)
     SHAPES = [
         C.Shape(3, (9, 8), 3, 5, (5, 5), (1, 1), (0, 0), (1, 1)), C.Shape(2, (7, 7), 4, 6, (3, 3), (2, 2), (1, 1), (1, 1)),
@@ -214,11 +216,11 @@ INTERPRETED = """
         def plain(x, w, b):
             return F.conv2d(x, w, b, s.stride, s.padding, s.dilation)
         for way in ("triton 16 16 16 4 1 1", "triton 32 16 32 4 1 3"):
-            choices = C.Choices()
-            choices.of = lambda *asked: way
-            lowering = C.Lowering(choices, True)
+            choices = A.Choices()
+            choices.algorithm = lambda *asked: way
+            lowering = A.Lowering(choices, True)
             def conv(x, w, b):
-                return C.conv2d(x, w, b, s, lowering)
+                return V.conv2d(x, w, b, s, lowering)
             found = vmap(objective(conv))(x, w, b)
             for i in range(2):
                 torch.testing.assert_close(vmap(conv)(x, w, b)[i], plain(x[i], w[i], b[i]), rtol=1e-4, atol=1e-4)
@@ -262,45 +264,47 @@ def test_the_kernels_are_traced_by_their_shapes_alone(what: str) -> None:
 
 
 # ---- choices --------------------------------------------------------------------------------------------------------------
-def test_candidates_and_the_usual_way(monkeypatch) -> None:
+def test_candidates_and_the_default() -> None:
     s = SHAPES[0]
-    monkeypatch.setattr(convolution, "has_triton", lambda: True)
     for what in OPERATIONS:
-        assert convolution.candidates(what, s, torch.float64) == [PRODUCT, GROUPED]  # no float64 in the kernels
-        found = convolution.candidates(what, s, torch.float32)
+        assert autotune.candidates(what, s, torch.float64, triton=True) == [
+            PRODUCT,
+            GROUPED,
+        ]  # no float64 in the kernels
+        found = autotune.candidates(what, s, torch.float32, triton=True)
         assert found[:2] == [PRODUCT, GROUPED]
         assert len(set(found)) == len(found) > 2
         for tile in found[2:]:
             bm, bn, bk, *_ = map(int, tile.removeprefix("triton ").split())
             assert all(v >= 16 and v & (v - 1) == 0 for v in (bm, bn, bk))
-        assert convolution.usual(what, s, torch.float32, cuda=True) == found[2]
-        assert convolution.usual(what, s, torch.float64, cuda=True) == GROUPED
-        assert convolution.usual(what, s, torch.float32, cuda=False) == GROUPED
+        assert autotune.default(what, s, torch.float32, cuda=True, triton=True) == found[2]
+        assert autotune.default(what, s, torch.float64, cuda=True, triton=True) == GROUPED
+        assert autotune.default(what, s, torch.float32, cuda=False, triton=True) == GROUPED
     # no tile is twice as large as what it has to cover: 5 outputs, and 25 taps of 3 channels
-    assert {tile.split()[2] for tile in convolution.candidates("forward", s, torch.float32)[2:]} == {"16"}
-    monkeypatch.setattr(convolution, "has_triton", lambda: False)
-    assert convolution.candidates("forward", s, torch.float32) == [PRODUCT, GROUPED]
-    assert convolution.usual("forward", s, torch.float32, cuda=True) == GROUPED
+    tiles = autotune.candidates("forward", s, torch.float32, triton=True)[2:]
+    assert {tile.split()[2] for tile in tiles} == {"16"}
+    assert autotune.candidates("forward", s, torch.float32, triton=False) == [PRODUCT, GROUPED]
+    assert autotune.default("forward", s, torch.float32, cuda=True, triton=False) == GROUPED
 
 
-def test_choices_are_remembered_said_and_taken() -> None:
+def test_choices_are_remembered_and_taken_over() -> None:
     s, choices = SHAPES[0], Choices()
-    assert choices.said() == {}
-    assert choices.of("forward", s, torch.float32, False) == GROUPED
+    assert choices.to_dict() == {}
+    assert choices.algorithm("forward", s, torch.float32, False) == GROUPED
     key = f"forward {s.text(torch.float32)}"
     assert choices.missing() == [key]
-    assert choices.said() == {}  # asked for is not chosen
-    choices.kept[key] = PRODUCT
+    assert choices.to_dict() == {}  # asked for is not chosen
+    choices.algorithms[key] = PRODUCT
     choices.cohort = 7
     assert choices.missing() == []
-    assert choices.of("forward", s, torch.float32, False) == PRODUCT
-    assert choices.of("forward", s, torch.float64, False) == GROUPED  # another dtype is another shape
+    assert choices.algorithm("forward", s, torch.float32, False) == PRODUCT
+    assert choices.algorithm("forward", s, torch.float64, False) == GROUPED  # another dtype is another shape
     other = Choices()
-    other.take(json.loads(json.dumps(choices.said())))
-    assert other.kept == choices.kept
+    other.update(json.loads(json.dumps(choices.to_dict())))
+    assert other.algorithms == choices.algorithms
     assert other.cohort == 7
-    assert other.of("forward", s, torch.float32, False) == PRODUCT
-    other.take({})
+    assert other.algorithm("forward", s, torch.float32, False) == PRODUCT
+    other.update({})
     assert other.cohort == 7
 
 
@@ -313,37 +317,35 @@ def test_keys_tell_shapes_apart() -> None:
     assert len({t.text(d) for t in (s, *changed) for d in (torch.float32, torch.bfloat16)}) == 2 * (1 + len(changed))
 
 
-def test_measuring_takes_the_fastest_and_asks_each_shape_once(monkeypatch, tmp_path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
+def test_measuring_takes_the_fastest_and_asks_each_shape_once(tmp_path) -> None:
+    file = tmp_path / "fedstill" / "convolutions.json"
     asked = []
 
     def timings(what, s, dtype, n, device, exact):
         asked.append((what, n, exact))
         return {PRODUCT: 2.0, GROUPED: 1.0} if what == "forward" else {PRODUCT: 1.0, GROUPED: 2.0}
 
-    monkeypatch.setattr(convolution, "timings", timings)
     device, s = torch.device("cpu"), SHAPES[0]
 
     def fresh() -> Choices:
-        choices = Choices()
+        choices = Choices(timer=timings, cache=file)
         for what in OPERATIONS:
-            choices.of(what, s, torch.float32, True)
+            choices.algorithm(what, s, torch.float32, True)
         return choices
 
     choices = fresh()
     choices.measure(device, False, 20)
-    assert [choices.of(what, s, torch.float32, True) for what in OPERATIONS] == [GROUPED, PRODUCT, PRODUCT]
+    assert [choices.algorithm(what, s, torch.float32, True) for what in OPERATIONS] == [GROUPED, PRODUCT, PRODUCT]
     assert asked == [(what, 20, False) for what in OPERATIONS]
     choices.measure(device, False, 20)
     again = fresh()
     again.measure(device, False, 25)  # about as many clients: as the earlier run found
-    assert again.kept == choices.kept
+    assert again.algorithms == choices.algorithms
     assert len(asked) == 3
     fresh().measure(device, True, 20)
     fresh().measure(device, False, 100)
     assert len(asked) == 9
-    (file,) = (tmp_path / "fedstill").iterdir()
+    assert list(file.parent.iterdir()) == [file]
     file.write_text("{ cut short")
     fresh().measure(device, False, 20)
     assert len(asked) == 12

@@ -16,7 +16,6 @@ from fedstill.data.dataset import Dataset, moments
 from fedstill.data.samples import Samples
 from fedstill.edge import data_manager
 from fedstill.edge.data_manager import DataManager, _packed
-from fedstill.engine import stacked
 
 from ..problems import identical, states
 
@@ -92,15 +91,21 @@ def packing(monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["one", "plain", "traced"])
-def test_runs_on_bytes_are_the_same_to_the_bit(way: str, packing, monkeypatch) -> None:
-    if way == "traced":
-        monkeypatch.setattr(stacked, "way_of", lambda *given: "traced")
+def test_runs_on_bytes_are_the_same_to_the_bit(way: str, packing) -> None:
     data = fs.Federation.from_dataset(pictures(), partition="dirichlet:0.5", clients=4, seed=1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Small()
     engine = "one" if way == "one" else "stacked"
-    how = dict(rounds=2, epochs=1, batch_size=4, engine=engine, device="cpu", workers=1)
+    how = dict(
+        rounds=2,
+        epochs=1,
+        batch_size=4,
+        engine=engine,
+        device="cpu",
+        workers=1,
+        compile="traced" if way == "traced" else "auto",
+    )
     plain = fs.simulate(fs.PFedSD(teacher="predictions"), model=model, data=data, **how)
     assert DataManager(data, CPU, torch.float32).train.x.values is None
     packing(data)

@@ -17,7 +17,6 @@ from fedstill.core.batch import Batch
 from fedstill.core.method import Phase
 from fedstill.core.tree import Params, Tree
 from fedstill.edge.model_store.store import ModelStore
-from fedstill.engine import pool
 from fedstill.engine.bench import Bench, Done, Work
 from fedstill.engine.pool import Pool
 from fedstill.engine.trainer import Trainer
@@ -26,7 +25,7 @@ from fedstill.run.experiment import Training
 from fedstill.scores import forgetting
 
 from ..laws.table import ROWS
-from ..problems import CLASSES, SETTINGS, make, ragged
+from ..problems import CLASSES, EAGER, SETTINGS, make, ragged, retuned
 
 ROUND, CLIENTS = 2, (3, 0, 2, 1, 4)  # of 10, 13, 1, 7 and 5 samples in batches of 4: 3, 4, 1, 2 and 2 steps an epoch
 ODD = (5, 9, 11, 0, 1)  # steps that are no whole epochs, more than the epochs and fewer, none and one
@@ -42,19 +41,17 @@ each_engine = pytest.mark.parametrize("engine", ENGINES)
 
 
 @pytest.fixture
-def trainers(monkeypatch, request) -> Iterator[object]:
+def trainers() -> Iterator[object]:
     """Makes trainers by the engine's name, and ends their workers."""
     made: list[Trainer] = []
 
     def trainer(method: fs.Method, engine: str = "one", model: str | nn.Module = "normed") -> Trainer:
         how: dict[str, object] = {"engine": "stacked" if engine in ("stacked", "traced") else "one", "workers": 1}
         if engine == "pool":
-            monkeypatch.setattr(pool, "CALL", 0.0)
-            monkeypatch.setattr(pool, "START", 0.0)
             how["workers"] = 2
         if engine == "traced":
-            request.getfixturevalue("traced")
-        made.append(prepared(method, model, **how).trainer)
+            how["compile"] = "traced"
+        made.append(retuned(prepared(method, model, **how), tuning=EAGER).trainer)
         assert isinstance(made[-1].engine, Pool) == (engine == "pool")
         return made[-1]
 
@@ -139,7 +136,7 @@ def test_both_parts_are_the_whole_round(name: str, engine: str, trainers, capsys
     if engine == "pool":
         assert len(trainer.engine.pids) == 2
     if engine == "traced":
-        (stage,) = trainer.engine._stages.values()  # of the generic phase; the idle part has none
+        (stage,) = trainer.engine.programs.stages.values()  # of the generic phase; the idle part has none
         assert stage is not None
     assert capsys.readouterr().err == ""
     for client, a, b, both in zip(CLIENTS, first, second, right, strict=True):

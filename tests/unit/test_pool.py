@@ -19,23 +19,23 @@ import torch
 
 import fedstill as fs
 from fedstill.core.errors import InputError, TrainingError
-from fedstill.engine import pool
+from fedstill.engine import pool, trainer
 from fedstill.engine.arena import Arena
+from fedstill.engine.bench import Work
 from fedstill.engine.one import One
 from fedstill.engine.pool import Pool
+from fedstill.engine.trainer import Tuning
 from fedstill.run import simulation
 from fedstill.run.experiment import Training
 
-from ..problems import SETTINGS, cut, identical, make, ragged, run, states
+from ..problems import EAGER, SETTINGS, cut, identical, make, ragged, retuned, states
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked, on Linux alone")
 
 
 @pytest.fixture(autouse=True)
-def small_work_is_handed_out(monkeypatch) -> Iterator[None]:
-    """Workers for the smallest problems, too; and after each test none are left, nor any of their memory."""
-    monkeypatch.setattr(pool, "CALL", 0.0)
-    monkeypatch.setattr(pool, "START", 0.0)
+def nothing_is_left() -> Iterator[None]:
+    """After each test there are no workers, nor any of their memory."""
     yield
     gc.collect()
     assert not children()
@@ -57,10 +57,13 @@ def open_files() -> list[str]:
     return found
 
 
-def prepared(method: fs.Method, model: str = "normed", **changes) -> simulation.Simulation:
-    return simulation.prepare(
-        method, make(model), ragged(), None, Training(**{**SETTINGS, "engine": "one", "workers": 2, **changes})
-    )
+def prepared(
+    method: fs.Method, model: str | torch.nn.Module = "normed", data=None, tuning: Tuning = EAGER, head=None, **changes
+) -> simulation.Simulation:
+    """A run whose smallest work is handed out to workers."""
+    module = make(model) if isinstance(model, str) else model
+    how = Training(**{**SETTINGS, "engine": "one", "workers": 2, **changes})
+    return retuned(simulation.prepare(method, module, data or ragged(), head, how), tuning=tuning)
 
 
 METHODS = [
@@ -77,7 +80,7 @@ METHODS = [
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: f"{m.id} {m.teacher if m.id == 'pfedsd' else ''}")
 @pytest.mark.parametrize("model", ["normed", "convolved"])
 def test_the_same_bits_for_any_number_of_workers(method: fs.Method, model: str) -> None:
-    alone, two, three = (run(method, model, workers=n, dtype="float32") for n in (1, 2, 3))
+    alone, two, three = (prepared(method, model, workers=n, dtype="float32").run() for n in (1, 2, 3))
     assert identical(states(alone), states(two))
     assert identical(states(alone), states(three))
     for other in (two, three):
@@ -93,8 +96,8 @@ def test_threads_of_the_parent_do_not_matter() -> None:
             torch.set_num_threads(threads)
             data = ragged(((40, 4), (40, 4), (40, 4)), shape=(1, 28, 28))
             model = fs.models.build("cnn-fmnist", (1, 28, 28), 3)
-            how = dict(rounds=1, epochs=1, batch_size=20, engine="one", device="cpu", workers=workers)
-            results.append(states(fs.simulate(fs.FedAvg(), model=model, data=data, **how)))
+            how = dict(rounds=1, epochs=1, batch_size=20, dtype="float32", workers=workers)
+            results.append(states(prepared(fs.FedAvg(), model, data, **how).run()))
     finally:
         torch.set_num_threads(before)
     assert identical(results[0], results[1])
@@ -108,10 +111,8 @@ def test_a_parent_that_ran_many_threads_does_not_hang_its_workers() -> None:
         (torch.rand(1500, 1500) @ torch.rand(1500, 1500)).sum()
         torch.nn.functional.conv2d(torch.rand(8, 8, 64, 64), torch.rand(8, 8, 5, 5)).sum()
         sys.path.insert(0, "TESTS")
-        from fedstill.edge import pool
-        pool.CALL = pool.START = 0.0
         from tests.problems import *
-        results = [states(run(fs.PFedSD(), "convolved", workers=2)) for _ in range(2)]
+        results = [states(run(fs.PFedSD(), "convolved", workers=2, trainer={"tuning": EAGER})) for _ in range(2)]
         (torch.rand(1500, 1500) @ torch.rand(1500, 1500)).sum()
         assert identical(*results) and identical(results[0], states(run(fs.PFedSD(), "convolved", workers=1)))
         print("well")
@@ -148,8 +149,7 @@ def test_messages_do_not_grow_with_the_model() -> None:
     sizes = []
     for width in (8, 800):
         model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Tanh(), torch.nn.Linear(width, 3))
-        how = Training(**{**SETTINGS, "engine": "one", "workers": 2, "rounds": 2})
-        ready = simulation.prepare(fs.SCAFFOLD(), model, ragged(), "2", how)
+        ready = prepared(fs.SCAFFOLD(), model, head="2", rounds=2)
         for _ in ready.start().rounds():
             pass
         sizes.append(ready.trainer.engine.bytes)
@@ -169,7 +169,7 @@ def test_what_all_clients_are_sent_is_written_once(monkeypatch) -> None:
         return place
 
     monkeypatch.setattr(Arena, "put", counted)
-    run(fs.FedAvg(), "normed", workers=2, rounds=1, participation=1.0, eval_every=1)
+    prepared(fs.FedAvg(), rounds=1, participation=1.0, eval_every=1).run()
     state = sum(v.numel() for v in make("normed").state_dict().values())
     assert sum(written) == 2 * state  # down once, and the generic model that all are scored with once
 
@@ -248,7 +248,7 @@ def test_an_interrupt_leaves_no_process() -> None:
 def test_results_that_nobody_waits_for_do_no_harm() -> None:
     ready = prepared(fs.FedAvg(), participation=1.0)
     trainer = ready.trainer
-    works = [fs.edge.trainer.Work(k, {"params": ready.initial}) for k in range(5)]
+    works = [Work(k, {"params": ready.initial}) for k in range(5)]
     first = trainer.train(1, works)
     next(first)
     first.close()
@@ -274,13 +274,12 @@ def test_a_killed_parent_leaves_no_worker() -> None:
     script = """
         import os, signal, sys
         sys.path.insert(0, "TESTS")
-        from fedstill.edge import pool
-        pool.CALL = pool.START = 0.0
         from tests.problems import *
         def stop(record):
             print(*open(f"/proc/self/task/{os.getpid()}/children").read().split(), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        run(fs.FedAvg(), workers=2, progress=stop)
+        how = Training(**{**SETTINGS, "engine": "one", "workers": 2})
+        retuned(simulation.prepare(fs.FedAvg(), make("plain"), ragged(), None, how), tuning=EAGER).run(progress=stop)
     """
     code = textwrap.dedent(script).replace("TESTS", str(Path(__file__).parents[2]))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
@@ -300,7 +299,10 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("first", [1, 2])
-def test_resuming_with_another_number_of_workers(first: int, tmp_path: Path) -> None:
+def test_resuming_with_another_number_of_workers(first: int, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(
+        trainer.Trainer.__init__, "__kwdefaults__", {**trainer.Trainer.__init__.__kwdefaults__, "tuning": EAGER}
+    )
     experiment = fs.Experiment(
         method=fs.PFedSD(), rounds=4, epochs=1, clients=5, partition="iid", checkpoint_every=2, engine="one", model="mlp",
         device="cpu", workers=first, participation=0.6,
@@ -313,9 +315,8 @@ def test_resuming_with_another_number_of_workers(first: int, tmp_path: Path) -> 
     assert identical(states(whole), states(fs.resume(tmp_path / "cut")))
 
 
-def test_small_work_stays_here(monkeypatch) -> None:
-    monkeypatch.setattr(pool, "CALL", 5.0)
-    ready = prepared(fs.FedAvg(), participation=1.0)
+def test_small_work_stays_here() -> None:
+    ready = prepared(fs.FedAvg(), participation=1.0, tuning=Tuning(pool.Limits(call=5, start=0)))
     pids = []
     ready.run(progress=lambda record: pids.extend(ready.trainer.engine.pids))
     assert not pids
@@ -325,23 +326,21 @@ def test_where_no_process_can_be_forked_all_is_done_here(monkeypatch) -> None:
     def refuse() -> int:
         raise BlockingIOError("no more processes")
 
-    expected = states(run(fs.FedAvg(), "normed", workers=2))
+    expected = states(prepared(fs.FedAvg()).run())
     monkeypatch.setattr(os, "fork", refuse)
-    assert identical(expected, states(run(fs.FedAvg(), "normed", workers=2)))
+    assert identical(expected, states(prepared(fs.FedAvg()).run()))
 
 
-def test_how_many_workers(monkeypatch) -> None:
+def test_how_many_workers() -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
-    assert pool.share(0, 20, cpu) == (16, True)
-    assert pool.share(0, 5, cpu) == (5, True)
-    assert pool.share(3, 20, cpu) == (3, True)
-    assert pool.share(1, 20, cpu) == (1, True)  # one thread, as each of several would have
-    assert pool.share(0, 1, cpu) == (1, False)
-    assert pool.share(4, 2, cpu) == (1, False)  # two clients and sixteen cores: all threads on each in turn
-    assert pool.share(0, 20, torch.device("cuda")) == (1, False)
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert pool.share(0, 20, cpu) == (1, False)
+    assert pool.share(0, 20, cpu, 16) == (16, True)
+    assert pool.share(0, 5, cpu, 16) == (5, True)
+    assert pool.share(3, 20, cpu, 16) == (3, True)
+    assert pool.share(1, 20, cpu, 16) == (1, True)  # one thread, as each of several would have
+    assert pool.share(0, 1, cpu, 16) == (1, False)
+    assert pool.share(4, 2, cpu, 16) == (1, False)  # two clients and sixteen cores: all threads on each in turn
+    assert pool.share(0, 20, torch.device("cuda"), 16) == (1, False)
+    assert pool.share(0, 20, cpu, 16, forks=False) == (1, False)
 
 
 def test_the_setting_is_refused_and_recorded() -> None:

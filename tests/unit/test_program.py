@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import json
@@ -68,8 +69,18 @@ def test_how_many_are_at_work(lengths: list[int]) -> None:
 
 
 # ---- the same numbers as step by step -------------------------------------------------------------------------------------
+def run_by(how: dict, method: fs.Method, model: str | nn.Module = "plain", data=None, **changes) -> fs.Run:
+    """A stacked run whose programs are traced or built in another way."""
+    module = make(model) if isinstance(model, str) else model
+    settings = Training(**{**SETTINGS, "engine": "stacked", "compile": "traced", **changes})
+    ready = simulation.prepare(method, module, data or ragged(), None, settings)
+    for name, function in how.items():
+        setattr(ready.trainer.engine.programs, name, function)
+    return ready.run()
+
+
 def arenas(run: fs.Run) -> list[Stage | None]:
-    return list(run.trainer.engine._stages.values())
+    return list(run.trainer.engine.programs.stages.values())
 
 
 @pytest.mark.parametrize("model", ["normed", "convolved"])
@@ -79,19 +90,19 @@ def test_clients_leave_the_stack(model: str, traced, capsys) -> None:
     program = run(method, model, data, engine="stacked", **how)
     (arena,) = arenas(program)
     assert sorted(arena.programs) == [1, 2, 4, 7]
-    assert arena.rows == 7
+    assert arena.size == 7
     assert capsys.readouterr().err == ""
     assert gc.get_freeze_count() == 0  # what tracing left behind can be freed again
     assert distance(states(run(method, model, data, engine="one", **how)), states(program)) < 1e-10
     assert identical(states(run(method, model, data, engine="stacked", **how)), states(program))  # same seed, same bits
 
 
-def test_a_program_equals_the_plain_way_without_momentum_and_with_nesterov(monkeypatch) -> None:
+def test_a_program_equals_the_plain_way_without_momentum_and_with_nesterov() -> None:
     for how in ({"momentum": 0.0, "weight_decay": 0.0}, {"nesterov": True}, {"batch_size": 13}):
         plain = run(fs.FedAvg(), "plain", engine="stacked", **how)
-        with monkeypatch.context() as patch:
-            patch.setattr(stacked, "way_of", lambda *given: "traced")
-            assert distance(states(plain), states(run(fs.FedAvg(), "plain", engine="stacked", **how))) < 1e-12
+        traced = run(fs.FedAvg(), "plain", engine="stacked", compile="traced", **how)
+        assert traced.trainer.engine.way == "traced"
+        assert distance(states(plain), states(traced)) < 1e-12
 
 
 @pytest.mark.parametrize("share", [1.0, 0.6])
@@ -134,27 +145,24 @@ class Pools(nn.Module):
         return self.out(x.flatten(1))
 
 
-def test_pooling_has_a_gradient_of_its_own(traced, monkeypatch) -> None:
-    met, trace = [], program.trace
+def test_pooling_has_a_gradient_of_its_own() -> None:
+    met = []
 
     def look(*given):
-        graph, names = trace(*given)
+        graph, names = program.trace(*given)
         met.append([str(node.target) for node in graph.graph.nodes if "max_pool" in str(node.target)])
         return graph, names
 
-    monkeypatch.setattr(program, "trace", look)
     g = torch.Generator().manual_seed(0)
     parts = [(torch.randn(n, 36, generator=g), torch.arange(n) % 3) * 2 for n in (9, 4)]
     data = fs.Federation.from_arrays(parts, classes=3)
     model = Pools()
-    found = [
-        states(fs.simulate(fs.FedAvg(), model=model, data=data, engine=engine, **{**SETTINGS, "participation": 1.0}))
-        for engine in ("one", "stacked")
-    ]
+    one = run(fs.FedAvg(), model, data, participation=1.0)
+    stacked = run_by({"trace": look}, fs.FedAvg(), model, data, participation=1.0)
     assert met
     assert all(sorted(set(names)) == [f"aten.max_pool2d_with_indices{end}.default" for end in ("", "_backward")]
                and len(names) == 2 for names in met)  # the one that overlaps, forward and backward  # fmt: skip
-    assert distance(*found) < 1e-10
+    assert distance(states(one), states(stacked)) < 1e-10
 
 
 def trainer_of(method: fs.Method, model: str = "normed", **changes):
@@ -178,8 +186,8 @@ def test_cohorts_of_other_sizes_later(traced) -> None:
     rows = []
     for round, clients in enumerate(([3, 1], [0, 2, 4, 5, 6], [6, 0, 1], [5]), start=1):
         found, right = (list(t.train(round, works(clients))) for t in (trainer, oracle))
-        (arena,) = trainer.engine._stages.values()
-        rows.append(arena.rows)
+        (arena,) = trainer.engine.programs.stages.values()
+        rows.append(arena.size)
         for a, b in zip(found, right, strict=True):
             assert (a.client, a.steps, a.samples, a.finite) == (b.client, b.steps, b.samples, b.finite)
             assert a.loss == pytest.approx(b.loss, abs=1e-10)
@@ -299,21 +307,20 @@ def test_a_compiled_step(capsys) -> None:
     """The one test of inductor's code, which takes it about ten seconds: one phase of one size."""
     data, how = ragged(((8, 2), (8, 3), (8, 1))), {"participation": 1.0, "rounds": 2}
     found = run(fs.FedProx(mu=0.3), "plain", data, engine="stacked", compile="on", **how)
-    assert found.trainer.engine.way == "compiled"
+    assert found.trainer.engine.programs.level == "compiled"
     assert capsys.readouterr().err == ""
     assert distance(states(run(fs.FedProx(mu=0.3), "plain", data, **how)), states(found)) < 1e-10
 
 
 @pytest.mark.parametrize("method", [fs.PFedSD(), fs.PFedMe()], ids=lambda m: m.id)  # a loss, and a step of its own
-def test_a_step_that_cannot_be_replayed_goes_step_by_step(method, traced, monkeypatch, capsys) -> None:
+def test_a_step_that_cannot_be_replayed_goes_step_by_step(method, capsys) -> None:
     """As where a CUDA graph cannot be captured: the phase starts again from what it was given."""
 
     def refuse(*given):
         given[1]["total"].add_(1e6)  # an attempt may leave anything behind in its own memory
         raise RuntimeError("no graph\nof that")
 
-    monkeypatch.setattr(program, "build", refuse)
-    found = run(method, "plain", engine="stacked")
+    found = run_by({"build": refuse}, method)
     assert arenas(found) == [None]
     assert capsys.readouterr().err == (
         "fedstill: phase 1 runs step by step, its step could not be replayed: no graph\n"
@@ -323,17 +330,14 @@ def test_a_step_that_cannot_be_replayed_goes_step_by_step(method, traced, monkey
     assert [a["loss"] for a in found.history] == pytest.approx([b["loss"] for b in one.history])
 
 
-def test_a_step_that_cannot_be_compiled_is_replayed_as_traced(monkeypatch, capsys) -> None:
-    build = program.build
-
+def test_a_step_that_cannot_be_compiled_is_replayed_as_traced(capsys) -> None:
     def refuse(*given):
         if given[5] == "compiled":
             raise RuntimeError("no compiler\nat all")
-        return build(*given)
+        return program.build(*given)
 
-    monkeypatch.setattr(program, "build", refuse)
-    found = run(fs.FedAvg(), "plain", engine="stacked", compile="on")
-    assert found.trainer.engine.way == "traced"
+    found = run_by({"build": refuse}, fs.FedAvg(), compile="on")
+    assert found.trainer.engine.programs.level == "traced"
     assert capsys.readouterr().err == "fedstill: the step runs without being compiled: no compiler\n"
     assert arenas(found)[0] is not None
     assert distance(states(run(fs.FedAvg(), "plain")), states(found)) < 1e-10
@@ -346,23 +350,14 @@ def test_which_way_a_run_goes() -> None:
     assert way() == way(compile="off") == way(compile="on", fast=False) == "plain"
     assert way(compile="on") == "compiled"
     bench = trainer_of(fs.FedAvg(), "plain")[0].bench  # 14 steps a round of the longest client, three rounds
-    far = dataclasses.replace(bench.task, net=_On("cuda"), rounds=3)
+    net = copy.copy(bench.net)
+    net.device = torch.device("cuda")
+    far = dataclasses.replace(bench.task, net=net, rounds=3)
     for compile, rounds, right in (("auto", 3, "traced"), ("auto", 143, "compiled"), ("off", 143, "traced")):
         task = dataclasses.replace(far, rounds=rounds)
         assert stacked.way_of(dataclasses.replace(bench, task=task), compile, True) == right
     assert stacked.way_of(dataclasses.replace(bench, task=far), "on", True) == "compiled"
     assert stacked.way_of(dataclasses.replace(bench, task=far), "on", False) == "plain"
-
-
-@dataclass(frozen=True)
-class _On:
-    """A net as far as the choice of the way looks at it."""
-
-    name: str
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device(self.name)
 
 
 # ---- what fits into memory ----------------------------------------------------------------------------------------------
@@ -412,8 +407,8 @@ def test_what_was_found_is_kept_and_used_again(cramped, traced, monkeypatch, tmp
         first.run(journal=journal, checkpoint_every=1, progress=stop_after(1))
     file = tmp_path / "run" / "choices.json"
     assert json.loads(file.read_text()) == {"cohort": 2}
-    assert {what.split()[0] for what in first.trainer.choices.seen} == {"forward", "weight_grad"}
-    kept = {key: "product" for key in first.trainer.choices.seen}
+    assert {what.split()[0] for what in first.trainer.choices.asked} == {"forward", "weight_grad"}
+    kept = {key: "product" for key in first.trainer.choices.asked}
     file.write_text(json.dumps({"convolutions": kept, "cohort": 2}))
 
     cramped.clear()
@@ -424,7 +419,7 @@ def test_what_was_found_is_kept_and_used_again(cramped, traced, monkeypatch, tmp
     done = second.run(journal=journal, go_on=True)
     assert cramped == [2, 2, 1] * 2  # nothing was tried that does not fit
     assert set(used) == {"forward", "weight_grad"}
-    assert second.trainer.choices.kept == kept
+    assert second.trainer.choices.algorithms == kept
     assert json.loads(file.read_text()) == {"convolutions": kept, "cohort": 2}
     assert [record["round"] for record in done.history] == [1, 2, 3]
     assert distance(states(whole), states(done)) < 1e-12

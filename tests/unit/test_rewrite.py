@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedstill as fs
-from fedstill.nn import net as functional
+from fedstill.nn.mode import Execution
 from fedstill.nn.net import Net
 from fedstill.run import simulation
 from fedstill.run.experiment import Training
@@ -53,12 +53,10 @@ def data(dtype: torch.dtype, rows: int = 6) -> Tensor:
     return torch.randn(rows, *SHAPE, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-def net_of(model: nn.Module, fast: bool, dtype: torch.dtype = torch.float32) -> Net:
+def net_of(model: nn.Module, fast: bool, dtype: torch.dtype = torch.float32, **how) -> Net:
     net = Net(model, torch.device("cpu"), dtype)
     net.probe(data(dtype, 2), 3)
-    net.channels_last = True
-    net.rewrite(fast)
-    return net
+    return net.under(Execution(channels_last=True, pool_first=fast), **how)
 
 
 class Work(TorchDispatchMode):
@@ -189,12 +187,11 @@ def test_a_user_s_hooks_are_called() -> None:
     ],
     ids=["output", "gradient", "buffer", "error"],
 )
-def test_an_exchange_that_goes_wrong_is_found_out(wrong, monkeypatch) -> None:
+def test_an_exchange_that_goes_wrong_is_found_out(wrong) -> None:
     model = made(EXCHANGED["functions"])
     x = data(torch.float32)
     expected, before = passed(net_of(model, False), x, True)
-    monkeypatch.setattr(functional, "pool_first", lambda module: wrong)
-    found, after = passed(net_of(model, True), x, True)
+    found, after = passed(net_of(model, True, rewrite=lambda module: wrong), x, True)
     assert before == after
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 

@@ -112,7 +112,7 @@ class Machine(Group):
         0.0, "GiB of the GPU that clients' memories may take; the rest lies on the host, then on disk; 0: a quarter", least=0,
         group="machine",
     )  # fmt: skip
-    compile: Literal["auto", "on", "off"] = setting(
+    compile: Literal["auto", "on", "off", "traced"] = setting(
         "auto", "compile the stacked step; auto: on a GPU, for runs of 2,000 steps or more", group="machine"
     )
     precision: Literal["tf32", "bf16", "full"] = setting(

@@ -1,4 +1,4 @@
-"""What engines work with: a client's work and what it gave, and the bench with method, task, plan and data."""
+"""What engines work with: a client's work and its result, and the bench with method, task, plan and data."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Literal, Protocol, TypeAlias, get_args
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..core.method import Method, Phase
 from ..core.optim import SGD
@@ -22,14 +23,17 @@ from ..nn.net import Net
 
 SMALL = 20_000_000  # parameters × batch size below which a step is mostly overhead
 PartName: TypeAlias = Literal["all", "generic", "idle"]
+EngineName: TypeAlias = Literal["auto", "one", "stacked"]
+CompileName: TypeAlias = Literal["auto", "on", "off", "traced"]  # traced: programs without a compiler, on a CPU too
+PrecisionName: TypeAlias = Literal["tf32", "bf16", "full"]
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a client is asked to train from, and which part of its round.
+    """What a client trains from, and which part of its round.
 
     "generic" is all up to the upload: the phases of `params`. "idle" is what may follow it: `steps` SGD steps of the one
-    phase of another model, from the `local` that the generic part left, or as the round begins where that is empty.
+    phase of another model, from the `local` that the generic part left or, where that is empty, from the round's beginning.
     """
 
     client: int
@@ -50,7 +54,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Done:
-    """What a client's training gave. `loss` is the mean over its steps; `finite` whether what goes up and what is kept is.
+    """A client's result. `loss` is the mean over its steps; `finite` says whether upload and memory hold finite numbers only.
 
     A generic part gives `up` and `local` and leaves the memory as it was, an idle one gives `memory` alone.
     """
@@ -65,63 +69,83 @@ class Done:
     local: Tree = field(default_factory=dict)
 
 
-def given(part: PartName, up: Tree, memory: Tree, local: Tree, trained: str = "") -> tuple[Tree, Tree, Tree]:
-    """Select what this part of a round returns: (up, memory, local). `trained` names the model to return besides."""
+def results_of(part: PartName, up: Tree, memory: Tree, local: Tree, trained: str = "") -> tuple[Tree, Tree, Tree]:
+    """Return (upload, memory, local) without what this part of a round does not give; `trained` names a model to give besides."""
     if part != "generic":
         local = {"trained": local[trained]} if trained else {}
     return {} if part == "idle" else up, {} if part == "generic" else memory, local
 
 
-class Planned(Protocol):
-    """What an engine asks a plan: who trains on which batches."""
+class BatchPlan(Protocol):
+    """Which samples are in which batch (see `core.plan.Plan`)."""
 
     @property
     def batch_size(self) -> int:
-        """Samples a step."""
+        """Samples in a step."""
 
     def steps(self, samples: int, epochs: int) -> int:
-        """SGD steps of so many samples."""
+        """Return the number of SGD steps for so many samples and epochs."""
 
     def order(self, round: int, client: int, samples: int, epoch: int) -> NDArray[np.int64]:
-        """The order of a client's samples."""
+        """Return the order of a client's samples in an epoch."""
 
     def step_keys(self, round: int, client: int, steps: int) -> NDArray[np.int64]:
-        """The keys of a phase's steps."""
+        """Return the keys of a phase's steps."""
 
     def tables(
         self, round: int, clients: Sequence[int], samples: Sequence[int], epochs: int, width: int, device: torch.device
     ) -> Tables:
-        """All batches of a phase of several clients."""
+        """Return all batches of a phase for several clients."""
 
 
-class Held(Protocol):
-    """The clients' data, as an engine asks for it."""
+class ClientData(Protocol):
+    """The clients' data, as an engine needs it."""
 
     @property
     def train(self) -> Part:
         """All clients' training samples."""
 
     def part(self, name: str) -> Part:
-        """train, val or test."""
+        """Return train, val or test."""
+
+
+class FederationData(ClientData, Protocol):
+    """All data of a run (see `edge.data_manager.DataManager`)."""
+
+    @property
+    def clients(self) -> int:
+        """How many clients there are."""
+
+    @property
+    def test(self) -> Part:
+        """All clients' test samples."""
+
+    @property
+    def val(self) -> Part | None:
+        """All clients' validation samples."""
+
+    @property
+    def common(self) -> tuple[Tensor, Tensor] | None:
+        """Test samples that belong to no client."""
 
 
 class Store(Protocol):
-    """Where clients' memories are kept, as a trainer asks for them (see `ModelStore`)."""
+    """Where clients' memories are kept (see `edge.model_store`)."""
 
     def get(self, client: int) -> Tree:
-        """A client's memory."""
+        """Return a client's memory."""
 
     def put(self, client: int, memory: Tree) -> None:
-        """Keep a new memory."""
+        """Store a new memory."""
 
     def gather(self, clients: Sequence[int], per_sample: frozenset[str], rows: int) -> Tree:
-        """The clients' memories as one stacked tree."""
+        """Return the clients' memories as one stacked tree."""
 
     def scatter(self, clients: Sequence[int], memory: Tree, per_sample: frozenset[str], sizes: Sequence[int]) -> None:
-        """Keep the rows of a stacked tree."""
+        """Store the rows of a stacked tree."""
 
     def prefetch(self, clients: Sequence[int]) -> None:
-        """Begin to fetch."""
+        """Begin to load memories that are needed next."""
 
 
 @dataclass(frozen=True)
@@ -130,22 +154,22 @@ class Bench:
 
     method: Method
     task: Task
-    plan: Planned
-    data: Held
+    plan: BatchPlan
+    data: ClientData
     varied: Mapping[str, Sequence[float]] = field(default_factory=dict)  # fields that differ between clients
 
     @property
     def net(self) -> Net:
-        """The model, with what engines need to know of it."""
+        """The model, as the class that engines need."""
         assert isinstance(self.task.net, Net)
         return self.task.net
 
     def phases(self, round: int, task: Task | None = None) -> list[tuple[Phase, int]]:
-        """The method's phases with their epochs; phases of no epochs are left out."""
+        """Return the method's phases with their epochs, without phases of no epochs."""
         return [(phase, epochs) for _, phase, epochs in self.part("all", round, task)]
 
     def part(self, part: PartName, round: int, task: Task | None = None) -> list[tuple[int, Phase, int]]:
-        """The phases of a part of a round, each with its place among the method's and its epochs.
+        """Return the phases of a part of a round, each with its place among the method's and its epochs.
 
         Phases of no epochs are left out. The idle part has the phase of another model than `params`, whatever its epochs.
         """
@@ -153,10 +177,10 @@ class Bench:
         every = enumerate(self.method.phases(task))
         phases = [(number, p, task.epochs if p.epochs is None else p.epochs) for number, p in every]
         if part == "all":
-            return [found for found in phases if found[2] > 0]
+            return [entry for entry in phases if entry[2] > 0]
         if part == "generic":
-            return [found for found in phases if found[2] > 0 and found[1].model == "params"]
-        others = [found for found in phases if found[1].model != "params"]
+            return [entry for entry in phases if entry[2] > 0 and entry[1].model == "params"]
+        others = [entry for entry in phases if entry[1].model != "params"]
         if len(others) > 1:
             models = ", ".join(phase.model for _, phase, _ in others)
             name = self.method.id or type(self.method).__name__
@@ -164,37 +188,37 @@ class Bench:
         return others
 
     def method_at(self, fields: Tree) -> Method:
-        """The method with some fields replaced by a client's own numbers (tensors, inside `vmap`)."""
+        """Return the method with some fields replaced by a client's own numbers (tensors, inside `vmap`)."""
         if not fields:
             return self.method
-        found = copy.copy(self.method)
+        method = copy.copy(self.method)
         for name, value in fields.items():
-            object.__setattr__(found, name, value)  # past the checks, which are for numbers
-        return found
+            object.__setattr__(method, name, value)  # past the checks, which are for numbers
+        return method
 
     def steps(self, client: int, phases: list[tuple[Phase, int]]) -> int:
-        """SGD steps of one client over all phases."""
+        """Return the number of SGD steps of one client over all phases."""
         return sum(self.plan.steps(self.data.train.sizes[client], epochs) for _, epochs in phases)
 
     def length(self, work: Work, epochs: int) -> int:
-        """SGD steps of one phase of a client's work."""
+        """Return the number of SGD steps of one phase of a client's work."""
         return work.steps if work.part == "idle" else self.plan.steps(self.data.train.sizes[work.client], epochs)
 
     def sgd(self, phase: Phase) -> SGD:
-        """The optimiser of a phase."""
+        """Return the optimiser of a phase."""
         t = self.task
         momentum = t.momentum if phase.momentum is None else phase.momentum
         lr = t.lr if phase.lr is None else phase.lr
         return SGD(lr, momentum, t.nesterov and momentum > 0, t.weight_decay)
 
     def moving(self, phase: Phase) -> tuple[list[str], list[str]]:
-        """Names of the parameters and of the buffers that a phase may change."""
+        """Return the names of the parameters and of the buffers that a phase may change."""
         chosen = set(self.task.net.names) if phase.moves is None else phase.moves
         net = self.net
         return [n for n in net.parameters if n in chosen], [n for n in net.buffers if n in chosen]
 
     def at(self, round: int, site: Site) -> Task:
-        """The task as a client sees it."""
+        """Return the task as a client sees it."""
         return dataclasses.replace(self.task, round=round, site=site)
 
     def home(self, round: int, client: int, last: int = 0) -> Task:

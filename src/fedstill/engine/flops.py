@@ -27,7 +27,7 @@ from ..core.plan import Plan
 from ..core.task import Site, Task
 from ..core.tree import Tree
 from ..data.samples import Part, Samples
-from ..nn.net import Net
+from ..nn.mode import AS_WRITTEN
 from .bench import SMALL, Bench
 from .one import run_phase
 
@@ -96,10 +96,12 @@ def count(
 
 def _count(bench: Bench, round: int, down: Tree, memory: Tree, samples: int, rounds: int, fake: bool) -> Counted:
     method, train = bench.method, bench.data.train
+    as_written = dataclasses.replace(bench.task, net=bench.net.under(AS_WRITTEN))
+    bench = dataclasses.replace(bench, task=as_written)
     epochs = _epochs(bench, rounds or bench.task.rounds)
     full = min(bench.plan.batch_size, samples)
     steps = sum(epochs) * -(-samples // full)
-    with _untouched(bench.net), _world(fake) as own, torch.enable_grad():
+    with _world(fake) as own, torch.enable_grad():
         down, memory = own(down), own(memory)
 
         def data(rows: int) -> tuple[Tensor, Tensor]:
@@ -169,20 +171,6 @@ def _world(fake: bool) -> Iterator[Callable[[Tree], Tree]]:
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         yield lambda given: tree.map(lambda leaf: mode.from_tensor(leaf.detach()), given)
-
-
-@contextlib.contextmanager
-def _untouched(net: Net) -> Iterator[None]:
-    """Within, the model works as it is written; afterwards it is as it was, with the tensors that it held."""
-    how = net.channels_last, net.lowering, net.bf16, net.winograd
-    held = [(owner, leaf, owner[leaf]) for slots in net._slots.values() for _, owner, leaf in slots]
-    net.channels_last, net.lowering, net.bf16, net.winograd = False, None, False, False
-    try:
-        yield
-    finally:
-        net.channels_last, net.lowering, net.bf16, net.winograd = how
-        for owner, leaf, value in held:
-            owner[leaf] = value
 
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -45,7 +45,7 @@ def recognise(bench: Bench) -> Perceptron | None:
     kind = type(bench.method)
     own = kind.loss is not Method.loss or kind.fit is not Method.fit or kind.correct is not Method.correct
     net = bench.net
-    if own or bench.method.step is not None or net.device.type != "cpu" or net.bf16:
+    if own or bench.method.step is not None or net.device.type != "cpu":
         return None
     layers = _follow(net)
     return Perceptron(layers) if layers and _agrees(bench, layers) else None

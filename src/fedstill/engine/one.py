@@ -6,21 +6,23 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor, autograd
+from torch import Tensor
 
 from ..core import tree
 from ..core.batch import Batch
 from ..core.device import put
-from ..core.method import Method, Phase
+from ..core.method import Phase
 from ..core.task import Task
 from ..core.tree import Params, Tree
-from .bench import SMALL, Bench, Done, Work, given
+from .bench import SMALL, Bench, Done, Work, results_of
 from .fused import Perceptron
 from .malloc import keep_freed_memory
+from .step import Step, by_autograd
+from .threads import threads
 
 
 class One:
-    """Clients one after another; with `single` on one thread, so that a worker of a pool gives the same bits."""
+    """Trains clients one after another; with `single` on one thread, so that a worker of a pool gives the same bits."""
 
     def __init__(self, perceptron: Perceptron | None = None, single: bool = False) -> None:
         """`perceptron` is the model's own loop, where it has one."""
@@ -34,7 +36,7 @@ class One:
                 yield _train(bench, round, work, self.perceptron)
 
     def score(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[int]:
-        """How many of each client's samples its model gets right."""
+        """Return how many of each client's samples its model classifies correctly."""
         hits = []
         with self.threads(bench):
             for client, params in models:
@@ -43,21 +45,10 @@ class One:
         return [int(h) for h in torch.stack(hits).tolist()] if hits else []
 
     def threads(self, bench: Bench) -> contextlib.AbstractContextManager[None]:
-        """One thread where that is asked for, and while steps are so small that a second costs more than it saves."""
+        """Use one thread where that is asked for, and while steps are so small that a second costs more than it saves."""
         net = bench.net
         small = not net.has_convolution and net.size * bench.plan.batch_size < SMALL
         return threads(1 if net.device.type == "cpu" and (self.single or small) else torch.get_num_threads())
-
-
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Within, torch works with so many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _train(bench: Bench, round: int, work: Work, perceptron: Perceptron | None) -> Done:
@@ -74,9 +65,9 @@ def _train(bench: Bench, round: int, work: Work, perceptron: Perceptron | None) 
     for phase, count in phases:
         local = run_phase(bench, task, round, work.client, local, phase, count, total, perceptron)
     with torch.no_grad():
-        up, kept = method.finish(task, work.down, memory, local)
-    up, kept, local = given(work.part, up, kept, local, method.phases(task)[-1].model if work.watch else "")
-    return Done(work.client, up, kept, float(total) / max(1, steps), steps, len(y), local=local)
+        up, memory = method.finish(task, work.down, memory, local)
+    up, memory, local = results_of(work.part, up, memory, local, method.phases(task)[-1].model if work.watch else "")
+    return Done(work.client, up, memory, float(total) / max(1, steps), steps, len(y), local=local)
 
 
 def run_phase(
@@ -90,18 +81,20 @@ def run_phase(
     total: Tensor,
     perceptron: Perceptron | None,
 ) -> Tree:
-    """So many steps of one phase of one client; adds every step's loss to `total`."""
+    """Train one phase of one client for so many steps; add every step's loss to `total`."""
     method, net = bench.method, task.net
+    step = Step(method, task, phase.loss or method.loss)
     if method.step is not None:
         for batch in _batches(bench, round, client, steps):
-            local, loss = method.step(task, local, batch)
-            total += loss.detach()
+            local, loss = step.own(local, batch)
+            total += loss
         return local
     if phase.enter is not None:
         with torch.no_grad():
             local = phase.enter(task, local)
-    names, buffers = bench.moving(phase)
     start: Params = local[phase.model]
+    moving, moving_buffers = bench.moving(phase)
+    names = [name for name in moving if name in start]
     if perceptron is not None and perceptron.takes(phase, names):
         x, y = bench.data.train.of(client)
         orders = _orders(bench, round, client, steps)
@@ -112,36 +105,30 @@ def run_phase(
         name: net.fast_layout(value.detach()).clone(memory_format=torch.preserve_format)
         for name, value in start.items()
     }
-    weights = [params[name].requires_grad_() for name in names]
-    sgd, loss_of = bench.sgd(phase), phase.loss or method.loss
-    state = sgd.init(weights)
-    corrects = type(method).correct is not Method.correct
+    weights = {name: params[name].requires_grad_() for name in names}
+    buffers = {name: params[name] for name in net.buffers if name in params}
+    fixed = {name: value for name, value in params.items() if name not in weights and name not in buffers}
+    sgd, values = bench.sgd(phase), list(weights.values())
+    state = sgd.init(values)
     per_epoch = bench.plan.steps(len(task.here().y), 1)
     before = tree.clone(params) if phase.after_epoch is not None else params
-    for step, batch in enumerate(_batches(bench, round, client, steps), start=1):
-        loss = loss_of(task, params, local, batch)
-        if not weights:  # everything is frozen; only BatchNorm's statistics may move
-            total += loss.detach()
-            continue
-        grads = list(autograd.grad(loss, weights, allow_unused=True, materialize_grads=True))
-        if corrects:
-            corrected = method.correct(task, local, dict(zip(names, grads, strict=True)))
-            grads = [corrected[name] for name in names]
-        sgd.update(weights, grads, state)
-        total += loss.detach()
-        if phase.after_epoch is not None and step % per_epoch == 0:
+    for number, batch in enumerate(_batches(bench, round, client, steps), start=1):
+        grads, loss, _ = step.gradient(by_autograd, weights, buffers, fixed, local, batch)
+        sgd.update(values, [grads[name] for name in names], state)
+        total += loss
+        if phase.after_epoch is not None and number % per_epoch == 0:
             with torch.no_grad():
                 for name, value in phase.after_epoch(task, before, params).items():
                     params[name].copy_(value)
                 before = tree.clone(params)
-    moved = {*names, *buffers}
+    moved = {*names, *moving_buffers}
     # Contiguous again: what leaves the engine is laid out the same whether it came from here, the wire or a checkpoint.
     trained = {n: params[n].detach().contiguous() if n in moved else start[n] for n in net.names if n in params}
     return {**local, phase.model: trained}
 
 
 def _batches(bench: Bench, round: int, client: int, steps: int) -> Iterator[Batch]:
-    """The client's first batches of a round, so many: one gather per epoch, then slices of it."""
+    """Yield the client's first batches of a round: one gather per epoch, then slices of it."""
     x, y = bench.data.train.of(client)
     size, step = min(bench.plan.batch_size, len(y)), 0
     keys = put(bench.plan.step_keys(round, client, steps), x.device)
@@ -154,7 +141,7 @@ def _batches(bench: Bench, round: int, client: int, steps: int) -> Iterator[Batc
 
 
 def _orders(bench: Bench, round: int, client: int, steps: int) -> Iterator[Tensor]:
-    """In which order the client's samples come, epoch by epoch; the last one ends with the steps."""
+    """Yield the order of the client's samples, epoch by epoch; the last one ends with the steps."""
     x, y = bench.data.train.of(client)
     size, per_epoch = min(bench.plan.batch_size, len(y)), bench.plan.steps(len(y), 1)
     for epoch, first in enumerate(range(0, steps, per_epoch)):

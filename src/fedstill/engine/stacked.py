@@ -1,6 +1,6 @@
 """The engine `stacked`: a cohort at once, every tensor with a leading client axis, `torch.func.vmap` over the step.
 
-Batches are padded to one width and masked. Clients are ordered by how many steps they take, so that those still at work are
+Batches are padded to one width and masked. Clients are ordered by how many steps they take, so that those still training are
 always the first rows of the stack; one that has finished is simply not in the slice any more.
 
 On a GPU a phase runs as a program (`program.py`): traced, compiled where that pays, replayed as a CUDA graph, in a few sizes. The
@@ -10,7 +10,6 @@ plain way, step by step from Python, is what a CPU does, and the oracle for the 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -22,16 +21,14 @@ from torch.func import grad_and_value, vmap
 from ..core import tree
 from ..core.device import put
 from ..core.errors import InputError, Shown, first_line
-from ..core.method import Phase
-from ..core.tree import Params, Tree
-from ..nn.kernels.convolution import Choices
+from ..core.tree import Params
+from ..nn.kernels.autotune import Choices
 from ..nn.net import Net
-from .bench import Bench, Done, Store, Work
+from .bench import Bench, CompileName, Done, Store, Work
 from .cohort import Cohort
 from .malloc import keep_freed_memory
-from .program import over_clients
-from .stage import Stage, TooMany, say
-from .trainer import CompileName
+from .stage import CannotReplay, Programs, TooMany
+from .step import over_clients
 
 ROWS = 32_768  # samples in one pass of scoring, over all clients
 WORTH_COMPILING = 2_000  # steps of a run from which on compiling the step pays
@@ -40,15 +37,17 @@ Way: TypeAlias = Literal["plain", "traced", "compiled"]
 
 @dataclass(eq=False)
 class Stacked:
-    """A cohort at once. What it holds besides its settings are programs and measurements, nothing of the training."""
+    """Trains a cohort at once. What it holds besides its settings are programs and measurements, nothing of the training."""
 
     way: Way = "plain"
     exact: bool = False  # float32 products in full precision, no TF32
     choices: Choices = field(default_factory=Choices)
-    bytes_a_client: float = 0.0  # of the device's memory that a step was seen to take
     drawn: dict[Any, dict[str, Tensor]] = field(default_factory=dict)  # batches of this round and the next
-    _stages: dict[Any, Stage | None] = field(default_factory=dict)
-    _pool: Any = None
+    programs: Programs | None = None
+
+    def __post_init__(self) -> None:
+        if self.programs is None and self.way != "plain":
+            self.programs = Programs(self.way, self.exact, self.choices)
 
     def train(self, bench: Bench, round: int, works: Sequence[Work], store: Store | None = None) -> Iterator[Done]:
         """Train every client; results in the order of `works`. With a store, memories come from there and new ones go back."""
@@ -57,30 +56,44 @@ class Stacked:
         if not works:
             return
         order = sorted(range(len(works)), key=lambda i: (-bench.length(works[i], 1), i))
-        cohort: Cohort | None = None
+        results: list[Done] = []
         with _precision(self.exact):
             try:
-                cohort = Cohort(self, bench, round, [works[i] for i in order], store)
-                with torch.enable_grad():
-                    cohort.run()
-                found = cohort.done()
+                results = self._round(bench, round, [works[i] for i in order], store)
             except torch.cuda.OutOfMemoryError as error:
                 if len(works) == 1:
                     raise InputError("model", Shown("its step"), "one that fits into the GPU's memory") from error
-                fits = len(works) // 2
-            else:
-                fits = 0
-            if fits:
-                cohort = None
-                self._stages.clear()
-                torch.cuda.empty_cache()
-                raise TooMany(fits)
+        if not results:  # outside of the handler, whose error keeps the cohort's tensors alive
+            if self.programs is not None:
+                self.programs.stages.clear()
+            torch.cuda.empty_cache()
+            raise TooMany(len(works) // 2)
         place = {i: row for row, i in enumerate(order)}
         for i in range(len(works)):
-            yield found[place[i]]
+            yield results[place[i]]
+
+    def _round(self, bench: Bench, round: int, works: Sequence[Work], store: Store | None) -> list[Done]:
+        """Begin, train every phase, finish. An idle part goes step by step: its length is another one each time."""
+        cohort = Cohort(bench, round, works, store, planned=self.way != "plain", drawn=self.drawn)
+        with torch.enable_grad():
+            local = cohort.begin()
+            for number, phase, epochs in cohort.phases:
+                if phase.enter is not None and bench.method.step is None:
+                    local = cohort.enter(number, local)
+                programs = self.programs if cohort.part != "idle" else None
+                stage = programs.stage(cohort, number, phase, epochs, local) if programs is not None else None
+                if stage is not None and programs is not None:
+                    try:
+                        local = stage.run(programs, cohort, phase, epochs, local)
+                        continue
+                    except CannotReplay as why:
+                        programs.discard(stage, number, str(why))
+                local = cohort.run(number, phase, epochs, local)
+            cohort.finish(local)
+        return cohort.done()
 
     def score(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[int]:
-        """How many of each client's samples its model gets right."""
+        """Return how many of each client's samples its model classifies correctly."""
         if not models:
             return []
         data, clients = bench.data.part(part), [client for client, _ in models]
@@ -100,43 +113,15 @@ class Stacked:
                 hits += (right & real).sum(1)
         return [int(h) for h in hits.tolist()]
 
-    def stage(self, cohort: Cohort, number: int, phase: Phase, epochs: int, local: Tree) -> Stage | None:
-        """The memory and programs of a phase; None where it has to go step by step."""
-        key = (number, *cohort.signature(phase, epochs, local))
-        found = self._stages.get(key)
-        if found is not None and found.rows < len(cohort.works):
-            del self._stages[key]
-        if key not in self._stages:
-            began = time.perf_counter()
-            try:
-                cohort.watched.asked[0] = False
-                made = Stage(self, cohort, number, phase, epochs, local)
-                # A step that asks for the round would have to be traced anew in every one: it goes step by step.
-                self._stages[key] = None if cohort.watched.asked[0] or not cohort.comes_again(phase) else made
-            except (TooMany, torch.cuda.OutOfMemoryError):
-                raise
-            except Exception as error:
-                say(f"phase {number + 1} runs step by step, its step could not be traced: {first_line(error)}")
-                self._stages[key] = None
-            self.choices.seconds += time.perf_counter() - began
-        return self._stages[key]
-
-    def strike(self, stage: Stage, number: int, why: str) -> None:
-        """A phase whose program cannot be had goes step by step from now on."""
-        say(f"phase {number + 1} runs step by step, its step could not be replayed: {why}")
-        self._stages.update({key: None for key, found in self._stages.items() if found is stage})
-
-    @property
-    def pool(self) -> Any:
-        """The memory that all graphs use in turn."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return self._pool
+    def close(self) -> None:
+        """Put the objects that programs consist of back under garbage collection."""
+        if self.programs is not None:
+            self.programs.close()
 
 
 @contextlib.contextmanager
 def _precision(exact: bool) -> Iterator[None]:
-    """Products of float32 numbers in TF32 on a GPU that has it, or exactly."""
+    """Multiply float32 numbers in TF32 on a GPU that has it, or exactly."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest" if exact else "high")
     try:
@@ -146,8 +131,8 @@ def _precision(exact: bool) -> Iterator[None]:
 
 
 def way_of(bench: Bench, compile: CompileName, fast: bool) -> Way:
-    """How steps are run: on a CPU one by one from Python, on a GPU traced; compiled where it was asked for or will pay."""
-    if not fast or (bench.net.device.type != "cuda" and compile != "on"):
+    """Return how steps run: on a CPU one by one from Python, on a GPU traced; compiled where it was asked for or will pay."""
+    if not fast or (bench.net.device.type != "cuda" and compile not in ("on", "traced")):
         return "plain"
     sizes = bench.data.train.sizes
     longest = sum(bench.plan.steps(max(sizes), epochs) for _, epochs in bench.phases(1))
@@ -159,7 +144,7 @@ def way_of(bench: Bench, compile: CompileName, fast: bool) -> Way:
 
 
 def refusal(bench: Bench) -> str | None:
-    """Why this model cannot be stacked, or None.
+    """Return why this model cannot be stacked, or None.
 
     Tried in float64 without effect: two clients with two samples each and one row of padding, against the two samples alone. A
     model whose samples see one another (other than through BatchNorm), or that `vmap` does not take, is refused.

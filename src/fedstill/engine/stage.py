@@ -1,11 +1,14 @@
-"""The stage on which a phase of a stack is run as a program: memory that stays where it is, and programs for a few sizes."""
+"""Programs of a stacked engine: for each phase fixed memory, and programs for a few numbers of rows."""
 
 from __future__ import annotations
 
 import gc
 import sys
+import time
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,15 +17,14 @@ from ..core import tree
 from ..core.device import put
 from ..core.errors import first_line
 from ..core.method import Phase
-from ..core.tree import Params, Tree
+from ..core.tree import Tree
+from ..nn.kernels.autotune import Choices
 from . import program
-from .program import Definition, Program
+from .cohort import Cohort, rows_of
+from .program import Definition, Level, Program
+from .step import ClientView, StackStep, shared_loss
 
-if TYPE_CHECKING:
-    from .cohort import Cohort
-    from .stacked import Stacked
-
-SPARE = 0.85  # of the device's free memory is what a stack is allowed to take
+SPARE = 0.85  # share of the device's free memory that a stack may take
 
 
 class TooMany(Exception):
@@ -34,63 +36,118 @@ class TooMany(Exception):
 
 
 class CannotReplay(Exception):
-    """A step that was traced cannot be made a program: the phase goes step by step, from what it was given."""
+    """A traced step cannot be made a program: the phase goes step by step, from where it began."""
 
 
 def say(line: str) -> None:
-    """One line for whoever watches."""
+    """Print one line for the user."""
     print(f"fedstill: {line}", file=sys.stderr, flush=True)
+
+
+@dataclass(eq=False)
+class Programs:
+    """The stages of all phases, and what they share: how programs are made, graph memory, measurements."""
+
+    level: Level
+    exact: bool  # float32 products in full precision, no TF32
+    choices: Choices
+    trace: Callable[..., tuple[Any, list[str]]] = program.trace
+    build: Callable[..., Program] = program.build
+    client_bytes: float = 0.0  # of the device's memory that a step was seen to take for a client
+    stages: dict[Any, Stage | None] = field(default_factory=dict)  # None: goes step by step
+    _graph_pool: Any = None
+    _unfreeze: weakref.finalize[Any, Any] | None = None
+
+    def stage(self, cohort: Cohort, number: int, phase: Phase, epochs: int, local: Tree) -> Stage | None:
+        """Return the memory and programs of a phase; None where it has to go step by step."""
+        key = (number, *cohort.signature(phase, epochs, local))
+        known = self.stages.get(key)
+        if known is not None and known.size < len(cohort.works):
+            del self.stages[key]
+        if key not in self.stages:
+            began = time.perf_counter()
+            try:
+                cohort.watched.asked[0] = False
+                made = Stage(self, cohort, number, phase, epochs, local)
+                # A step that asks for the round would have to be traced anew in every one: it goes step by step.
+                self.stages[key] = None if cohort.watched.asked[0] or not cohort.recurs(phase) else made
+            except (TooMany, torch.cuda.OutOfMemoryError):
+                raise
+            except Exception as error:
+                say(f"phase {number + 1} runs step by step, its step could not be traced: {first_line(error)}")
+                self.stages[key] = None
+            finally:
+                self.choices.seconds += time.perf_counter() - began
+        return self.stages[key]
+
+    def discard(self, stage: Stage, number: int, why: str) -> None:
+        """Run a phase whose program cannot be made step by step from now on."""
+        say(f"phase {number + 1} runs step by step, its step could not be replayed: {why}")
+        self.stages.update({key: None for key, known in self.stages.items() if known is stage})
+
+    def make(self, definition: Definition, *memory: Any) -> Program:
+        """Build a program on this memory; where it cannot be compiled, and from then on, as it was traced."""
+        counter = memory[-1]
+        if self._graph_pool is None and counter.is_cuda:
+            self._graph_pool = torch.cuda.graph_pool_handle()
+        began = time.perf_counter()
+        try:
+            made = self.build(definition, *memory, self.level, self._graph_pool)
+        except Exception as error:
+            if self.level == "traced" or isinstance(error, torch.cuda.OutOfMemoryError):
+                raise
+            say(f"the step runs without being compiled: {first_line(error)}")
+            self.level = "traced"
+            made = self.build(definition, *memory, "traced", self._graph_pool)
+        finally:
+            self._freeze()
+            self.choices.seconds += time.perf_counter() - began
+        return made
+
+    def _freeze(self) -> None:
+        """Take tracing's millions of objects out of Python's garbage collection, 40 ms each time, until `close`."""
+        gc.collect()
+        gc.freeze()
+        if self._unfreeze is None:
+            self._unfreeze = weakref.finalize(self, gc.unfreeze)  # at the latest when these programs are gone
+
+    def close(self) -> None:
+        """Put the objects that programs consist of back under garbage collection."""
+        if self._unfreeze is not None:
+            self._unfreeze()
+            self._unfreeze = None
 
 
 class Stage:
     """A phase's fixed memory, and its programs for a few numbers of rows."""
 
-    def __init__(self, engine: Stacked, cohort: Cohort, number: int, phase: Phase, epochs: int, local: Tree) -> None:
-        bench, method = cohort.bench, cohort.bench.method
-        self.engine, self.rows, self.phase = engine, len(cohort.works), phase
-        names, self.moving_buffers = bench.moving(phase)
-        start: Params = {} if method.step is not None else local[phase.model]
-        self.names = tuple(n for n in names if n in start)
-        net, sizes = bench.net, bench.data.train.sizes
-        self.buffers = tuple(n for n in net.buffers if n in start)
+    def __init__(self, programs: Programs, cohort: Cohort, number: int, phase: Phase, epochs: int, local: Tree) -> None:
+        bench = cohort.bench
+        self.size = len(cohort.works)
+        sizes = bench.data.train.sizes
         self.width = min(bench.plan.batch_size, max(sizes))
         self.masked = any(n % self.width for n in sizes)
         self.longest = bench.plan.steps(max(sizes), epochs)
-        loss = None if bench.varied or method.step is not None else phase.loss or method.loss
-        self.definition = Definition(bench, cohort.watched, number, self.names, bench.sgd(phase), cohort.x, loss)
+        names, loss = cohort.moving(phase, local), shared_loss(bench, phase)
+        step = StackStep(ClientView(bench, cohort.watched), number, names, bench.sgd(phase), loss)
+        self.definition = Definition(step, cohort.x)
         self.source = {"x": cohort.x.tensors(), "y": cohort.y}
         self.programs: dict[int, Program] = {}
         self.counter = torch.zeros(1, dtype=torch.int64, device=cohort.device)
-        wanted = self._wanted(cohort, local)
+        start = _start(cohort, phase, local)
         self.unused: frozenset[str] = frozenset()
-        self._look(cohort, wanted)
-        self.mine = self._room(wanted, self.rows)
-        self.tables = self._table_room(cohort, self.rows)
-
-    def _wanted(self, cohort: Cohort, local: Tree) -> Tree:
-        """What the step works on, as the phase finds it."""
-        rows, dtype = len(cohort.works), cohort.dtype
-        lr = cohort.rate(self.phase)
-        if lr is None:
-            lr = torch.full((rows,), self.definition.sgd.lr, dtype=dtype, device=cohort.device)
-        mine: Tree = {"site": cohort.site, "total": cohort.total, "lr": lr, "local": local}
-        if cohort.bench.method.step is not None:
-            return mine
-        start: Params = local[self.phase.model]
-        mine["weights"] = {n: start[n] for n in self.names}
-        mine["buffers"] = {n: start[n] for n in self.buffers}
-        mine["fixed"] = {n: v for n, v in start.items() if n not in mine["weights"] and n not in mine["buffers"]}
-        mine["momentum"] = dict(mine["weights"]) if self.definition.sgd.momentum else {}
-        return mine
+        self._look(programs, cohort, start)
+        self.memory = self._room(start, self.size)
+        self.tables = self._table_room(cohort, self.size)
 
     def _room(self, like: Tree, rows: int) -> Tree:
-        """Memory for so many clients; what the step does not read gets none."""
+        """Return memory for `rows` clients; what the step does not read gets none."""
         flat = {}
         for name, leaf in tree.leaves(like):
             if name in self.unused:
                 flat[name] = leaf.new_zeros(1).expand(rows, *leaf.shape[1:])
             else:
-                flat[name] = program.last_dimension_fast(leaf, rows)
+                flat[name] = program.zeros_for(leaf, rows)
         return tree.fill(tree.outline(like), flat)
 
     def _table_room(self, cohort: Cohort, rows: int) -> dict[str, Tensor]:
@@ -102,20 +159,19 @@ class Stage:
             room["mask"] = torch.ones(shape, dtype=cohort.dtype, device=device)
         return room
 
-    def _look(self, cohort: Cohort, wanted: Tree) -> None:
+    def _look(self, programs: Programs, cohort: Cohort, start: Tree) -> None:
         """Trace the step for one client: what it reads, which convolutions it meets, and how much memory it takes."""
-        engine, cuda = self.engine, cohort.device.type == "cuda"
-        one = tree.map(lambda leaf: leaf[:1].clone(), wanted)
+        one = tree.map(lambda leaf: leaf[:1].clone(), start)
         tables = self._table_room(cohort, 1)
-        graph, names = program.trace(self.definition, one, tables, self.source, self.counter)
+        graph, names = programs.trace(self.definition, one, tables, self.source, self.counter)
         holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         unread = {name for name, node in zip(names, holders, strict=False) if not node.users}
-        prefix = f"mine{tree.SEPARATOR}"
+        prefix = f"rows{tree.SEPARATOR}"
         self.unused = frozenset(name.removeprefix(prefix) for name in unread if name.startswith(prefix))
-        if not cuda:
+        if cohort.device.type != "cuda":
             return
-        engine.choices.measure(cohort.device, engine.exact, self.rows)
-        flat = [*tree.flatten({"mine": one, "tables": tables, "source": self.source}).values(), self.counter]
+        programs.choices.measure(cohort.device, programs.exact, self.size)
+        flat = [*tree.flatten({"rows": one, "tables": tables, "source": self.source}).values(), self.counter]
         with torch.no_grad():
             torch.cuda.synchronize(cohort.device)
             before = torch.cuda.memory_allocated(cohort.device)
@@ -123,99 +179,79 @@ class Stage:
             graph(*flat)
             torch.cuda.synchronize(cohort.device)
         taken = torch.cuda.max_memory_allocated(cohort.device) - before
-        used = sum(leaf[:1].nbytes for name, leaf in tree.leaves(wanted) if name not in self.unused)
-        engine.bytes_a_client = max(engine.bytes_a_client, float(taken + used))
+        used = sum(leaf[:1].nbytes for name, leaf in tree.leaves(start) if name not in self.unused)
+        programs.client_bytes = max(programs.client_bytes, float(taken + used))
         free = torch.cuda.mem_get_info(cohort.device)[0] + torch.cuda.memory_reserved(cohort.device) - before
-        fits = int(SPARE * free / engine.bytes_a_client)
-        if self.rows > max(1, fits):
+        fits = int(SPARE * free / programs.client_bytes)
+        if self.size > max(1, fits):
             raise TooMany(max(1, fits))
 
-    def run(self, cohort: Cohort, epochs: int, local: Tree) -> Tree:
-        """The phase for a cohort: load, replay, and read the result."""
-        wanted, method, n = self._wanted(cohort, local), cohort.bench.method, len(cohort.works)
+    def run(self, programs: Programs, cohort: Cohort, phase: Phase, epochs: int, local: Tree) -> Tree:
+        """Train the phase for a cohort: load, replay, and read the result."""
+        start, method, n = _start(cohort, phase, local), cohort.bench.method, len(cohort.works)
         lengths = self._load_tables(cohort, epochs)
-        self._load(wanted, n)
-        sizes = program.levels(self.rows)
-        for level in sorted({program.fitting(sizes, active) for active in program.each_step(lengths)}):
-            if level not in self.programs:
+        self._load(start, n)
+        sizes = program.levels(self.size)
+        for size in sorted({program.fitting(sizes, active) for active in program.each_step(lengths)}):
+            if size not in self.programs:
                 try:
-                    self._build(level)
+                    self._build(programs, size)
                 except torch.cuda.OutOfMemoryError:
                     raise
                 except Exception as error:
                     if self.counter.is_cuda:  # what was begun must not write into memory that is then another's
                         torch.cuda.synchronize(self.counter.device)
                     raise CannotReplay(first_line(error)) from error
-                self._load(wanted, n)
+                self._load(start, n)
         per_epoch = [cohort.bench.plan.steps(size, 1) for size in cohort.sizes]
-        after, mine = self.phase.after_epoch, self.mine
-        before = tree.clone({**mine["weights"], **mine["buffers"]}) if after is not None else {}
+        memory = self.memory
+        smooths = phase.after_epoch is not None and method.step is None
+        before = tree.clone({**memory["weights"], **memory["buffers"]}) if smooths else {}
         self.counter.zero_()
         for number, active in enumerate(program.each_step(lengths), start=1):
-            self.programs[program.fitting(sizes, active)].run()
-            ended = [number % length == 0 for length in per_epoch[:active]] if after is not None else []
+            self.programs[program.fitting(sizes, active)]()
+            ended = [number % length == 0 for length in per_epoch[:active]] if smooths else []
             if any(ended):
                 head = rows_of(active)
-                now = tree.map(head, {**mine["weights"], **mine["buffers"]})
-                fixed = {n: v[:active] for n, v in wanted["fixed"].items()}
+                now = tree.map(head, {**memory["weights"], **memory["buffers"]})
+                fixed = {n: v[:active] for n, v in start["fixed"].items()}
                 marks = put(ended, cohort.device)
-                cohort.end_epoch(self.definition.number, marks, tree.map(head, before), now, fixed)
+                cohort.end_epoch(self.definition.step.number, marks, tree.map(head, before), now, fixed)
         cohort.draw_ahead(epochs, self.width)
-        cohort.total = mine["total"][:n].clone()
-        if method.step is not None:
-            return tree.map(lambda leaf: leaf[:n].clone(), mine["local"])
-        moved = {
-            **mine["weights"],
-            **{name: mine["buffers"][name] for name in self.moving_buffers if name in self.buffers},
-        }
-        start: Params = local[self.phase.model]
-        trained = {
-            name: moved[name][:n].clone(memory_format=torch.contiguous_format) if name in moved else value
-            for name, value in start.items()
-        }
-        return {**local, self.phase.model: trained}
+        cohort.total = memory["total"][:n].clone()
+
+        def take(leaf: Tensor) -> Tensor:
+            return leaf[:n].clone(memory_format=torch.contiguous_format)
+
+        names = ("local",) if method.step is not None else ("weights", "buffers")
+        return cohort.trained(phase, local, {name: tree.map(take, memory[name]) for name in names})
 
     def _load_tables(self, cohort: Cohort, epochs: int) -> list[int]:
-        """The round's batches; rows without a client, or past its last step, are not live and get samples all the same."""
-        found, lengths = dict(cohort.tables(epochs, self.width)), cohort.lengths(epochs)
-        steps, n = found["key"].shape
-        after = torch.arange(steps, device=cohort.device)[:, None] < put(lengths, cohort.device)
-        found["mask"] = torch.where(after.unsqueeze(2), found["mask"], 1)
+        """Load the round's batches; rows without a client, or past its last step, are not live and get samples all the same."""
+        drawn, lengths = dict(cohort.tables(epochs, self.width)), cohort.lengths(epochs)
+        steps, n = drawn["key"].shape
+        live = torch.arange(steps, device=cohort.device)[:, None] < put(lengths, cohort.device)
+        drawn["mask"] = torch.where(live.unsqueeze(2), drawn["mask"], 1)
         self.tables["live"].zero_()
-        for name, table in {**found, "live": after}.items():
+        for name, table in {**drawn, "live": live}.items():
             if name in self.tables:
                 self.tables[name][:steps, :n].copy_(table)
         return lengths
 
-    def _load(self, wanted: Tree, n: int) -> None:
-        room = tree.flatten(self.mine)
-        for name, leaf in tree.leaves(wanted):
+    def _load(self, start: Tree, n: int) -> None:
+        room = tree.flatten(self.memory)
+        for name, leaf in tree.leaves(start):
             if name.startswith(f"momentum{tree.SEPARATOR}"):
                 room[name].zero_()
             elif name not in self.unused:
                 room[name][:n].copy_(leaf)
 
-    def _build(self, level: int) -> None:
-        engine = self.engine
-        mine, tables = tree.map(rows_of(level), self.mine), {name: t[:, :level] for name, t in self.tables.items()}
-        wanted: program.Level = "compiled" if engine.way == "compiled" else "traced"
-        pool = engine.pool if self.counter.is_cuda else None
-        given = (self.definition, mine, tables, self.source, self.counter)
-        try:
-            self.programs[level] = program.build(*given, wanted, pool)
-        except Exception as error:
-            if wanted == "traced" or isinstance(error, torch.cuda.OutOfMemoryError):
-                raise
-            say(f"the step runs without being compiled: {first_line(error)}")
-            engine.way = "traced"
-            self.programs[level] = program.build(*given, "traced", pool)
-        engine.choices.seconds += self.programs[level].seconds
-        # Tracing leaves millions of objects behind, and Python would look through them again and again, 40 ms each time:
-        # they are set aside until the run ends (`Trainer.close`).
-        gc.collect()
-        gc.freeze()
+    def _build(self, programs: Programs, size: int) -> None:
+        rows, tables = tree.map(rows_of(size), self.memory), {name: t[:, :size] for name, t in self.tables.items()}
+        self.programs[size] = programs.make(self.definition, rows, tables, self.source, self.counter)
 
 
-def rows_of(active: int) -> Callable[[Tensor], Tensor]:
-    """The first rows of a tensor."""
-    return lambda t: t[:active]
+def _start(cohort: Cohort, phase: Phase, local: Tree) -> Tree:
+    """Return what the step works on, as the phase finds it."""
+    lr = torch.full((len(cohort.works),), cohort.bench.sgd(phase).lr, dtype=cohort.dtype, device=cohort.device)
+    return {"lr": lr, **cohort.state(phase, local)}

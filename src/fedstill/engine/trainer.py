@@ -8,29 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
 from ..core import tree
 from ..core.errors import InputError
 from ..core.tree import Params
-from ..edge.data_manager import DataManager
 from ..nn.kernels import winograd
-from ..nn.kernels.convolution import Choices, Lowering
-from .bench import SMALL, Bench, Done, Store, Work
-
-if TYPE_CHECKING:
-    from .stacked import Stacked
+from ..nn.kernels.autotune import Choices, Lowering
+from ..nn.mode import Execution
+from . import fused, pool, stacked
+from .bench import SMALL, Bench, CompileName, Done, EngineName, FederationData, PrecisionName, Store, Work
+from .one import One
+from .pool import Pool
+from .stacked import Stacked
+from .stage import TooMany
 
 T = TypeVar("T")
 MANY, TINY = 50, 20_000  # clients and parameters from which on, and below which, stacking beats a perceptron's own loop
-EngineName: TypeAlias = Literal["auto", "one", "stacked"]
-CompileName: TypeAlias = Literal["auto", "on", "off"]
-PrecisionName: TypeAlias = Literal["tf32", "bf16", "full"]
 
 
 class Engine(Protocol):
@@ -40,7 +39,18 @@ class Engine(Protocol):
         """Train every client; results in the order of `works`."""
 
     def score(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[int]:
-        """For each (client, model): how many of the client's samples in that part it gets right."""
+        """Return for each (client, model) how many of the client's samples in that part it classifies correctly."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """From where on faster ways pay, as measured; tests set limits that make them take small problems."""
+
+    pool: pool.Limits = pool.LIMITS
+    winograd: winograd.Limits = winograd.LIMITS
+
+
+TUNING = Tuning()
 
 
 class Trainer:
@@ -58,79 +68,76 @@ class Trainer:
         precision: PrecisionName = "tf32",
         choices: Choices | None = None,
         workers: int = 0,
+        tuning: Tuning = TUNING,
     ) -> None:
-        """`together` is how many clients a round usually asks for; `choices` what an earlier part of the run measured."""
-        from . import fused, one, pool, stacked
+        """`together` is how many clients a round usually asks for; `choices` what an earlier part of the run measured.
 
-        self.bench, self.cohort, self.together = bench, cohort, together
+        The trainer's `bench` has a view of the model that is executed as the engine needs it.
+        """
+        self.cohort, self.together = cohort, together
         self.choices = choices or Choices()
-        self._how: dict[str, Any] = {"fast": fast, "compile": compile, "precision": precision, "choices": self.choices}
-        self._how["workers"] = workers
+        self._settings: dict[str, Any] = dict(
+            fast=fast, compile=compile, precision=precision, choices=self.choices, workers=workers, tuning=tuning
+        )
         self.threads = torch.get_num_threads()  # of this process, where it does not keep to one
         self._others: weakref.WeakSet[Trainer] = weakref.WeakSet()
-        net = bench.net
-        net.bf16 = precision == "bf16"
-        own = fused.recognise(bench) if fast and engine != "stacked" else None
+        bf16 = precision == "bf16"
+        perceptron = fused.recognise(bench) if fast and engine != "stacked" and not bf16 else None
         if engine == "auto":
-            pays = prefers_stacked(bench, min(together, cohort or together), own is not None)
+            pays = prefers_stacked(bench, min(together, cohort or together), perceptron is not None)
             engine = "stacked" if pays and stacked.refusal(bench) is None else "one"
         elif engine == "stacked" and (reason := stacked.refusal(bench)) is not None:
             raise InputError("engine", "stacked", f"'one' for this model: {reason}")
         self.name: EngineName = engine
-        net.channels_last = engine == "one" and net.has_convolution and net.device.type == "cpu"
-        net.winograd = fast and net.channels_last and any(map(winograd.worth, net.module.modules()))
-        net.rewrite(fast and engine == "one")
+        net, lowering = bench.net, None
         self.engine: Engine
         if engine == "stacked":
             way = stacked.way_of(bench, compile, fast)
-            self.engine = stacked.Stacked(way, precision == "full", self.choices)
+            self.engine = Stacked(way, precision == "full", self.choices)
             if way != "plain" and net.has_convolution:
-                net.lowering = Lowering(self.choices, precision == "full")
+                lowering = Lowering(self.choices, precision == "full")
+            execution = Execution(bf16=bf16, lowering=lowering)
         else:
             size, single = pool.share(workers, together, net.device)
-            alone = one.One(own, single)
-            self.engine = pool.Pool(alone, size) if size > 1 else alone
+            one = One(perceptron, single)
+            self.engine = Pool(one, size, tuning.pool) if size > 1 else one
+            last = net.has_convolution and net.device.type == "cpu"
+            wide = fast and last and any(winograd.worth(module, tuning.winograd) for module in net.module.modules())
+            limits = tuning.winograd if wide else None
+            execution = Execution(channels_last=last, winograd=limits, pool_first=fast, bf16=bf16)
+        self.bench = dataclasses.replace(bench, task=dataclasses.replace(bench.task, net=net.under(execution)))
 
-    def over(self, bench: Bench, together: int = 0) -> Trainer:
-        """Another trainer that works in the same way, for another method or other data of the same model."""
-        other = Trainer(bench, self.name, self.cohort, together or self.together, **self._how)
+    def over(self, bench: Bench, together: int = 0, **changes: Any) -> Trainer:
+        """Return a trainer that works in the same way but for `changes`, for another method or other data of the same model."""
+        other = Trainer(bench, self.name, self.cohort, together or self.together, **{**self._settings, **changes})
         self._others.add(other)
         return other
 
     @property
-    def data(self) -> DataManager:
+    def data(self) -> FederationData:
         """All of a run's data; where several runs are one stack, each has its own."""
-        assert isinstance(self.bench.data, DataManager)
-        return self.bench.data
+        return cast(FederationData, self.bench.data)
 
     def quiet(self) -> contextlib.AbstractContextManager[None]:
-        """For the rounds of a run: where clients are trained on one thread each, this process works on one, too.
+        """Return a context for the rounds of a run: where clients train on one thread each, this process uses one, too.
 
-        OpenMP's threads wait for more in a loop, so those of the server's few operations would take the workers' cores.
+        OpenMP's threads wait in a busy loop, so those of the server's few operations would take the workers' cores.
         """
-        from .one import One
-        from .pool import Pool
-
         one = self.engine.one if isinstance(self.engine, Pool) else self.engine
         return one.threads(self.bench) if isinstance(one, One) else contextlib.nullcontext()
 
     def close(self) -> None:
-        """End worker processes, those of trainers made by `over` too; a later use starts new ones."""
-        from .pool import Pool
-
-        gc.unfreeze()  # what programs set aside (see `Stage`)
+        """End worker processes and undo what programs changed, for trainers made by `over` too; a later use starts anew."""
         for trainer in (self, *self._others):
-            if isinstance(trainer.engine, Pool):
+            if isinstance(trainer.engine, Pool | Stacked):
                 trainer.engine.close()
 
     def train(self, round: int, works: Sequence[Work], store: Store | None = None) -> Iterator[Done]:
-        """Train clients as the method says; nothing that comes back shares memory with what is kept elsewhere.
+        """Train clients as the method says; results share no memory with anything else.
 
         With a store, every client's memory is taken from there and, unless the part is the generic one, put back before its
         result is yielded. All works are of one part.
         """
-        from .stacked import Stacked
-
         if len(parts := {work.part for work in works}) > 1:
             raise ValueError(f"works of the parts {', '.join(sorted(parts))}: should be of one")
         if isinstance(self.engine, Stacked):
@@ -149,9 +156,7 @@ class Trainer:
                 yield dataclasses.replace(done, up=up, memory=memory, finite=finite, local=local)
 
     def _stacks(self, engine: Stacked, round: int, works: Sequence[Work], store: Store | None) -> Iterator[Done]:
-        """As many clients at once as memory allows; the next ones' memories are fetched meanwhile."""
-        from .stage import TooMany
-
+        """Train as many clients at once as memory allows; the next ones' memories are fetched meanwhile."""
         first = 0
         while first < len(works):
             left = works[first:]
@@ -160,15 +165,15 @@ class Trainer:
             if store is not None:
                 store.prefetch([work.client for work in left[size : 2 * size]])
             try:
-                found = list(engine.train(self.bench, round, left[:size], store))
+                results = list(engine.train(self.bench, round, left[:size], store))
             except TooMany as refused:
                 self.choices.cohort = refused.fits
                 continue
-            yield from found
+            yield from results
             first += size
 
     def score(self, part: str, models: Sequence[tuple[int, Params]]) -> list[int]:
-        """How many of each client's own samples its model gets right."""
+        """Return how many of each client's own samples its model classifies correctly."""
         with torch.no_grad():
             return [hit for group in self._groups(models) for hit in self.engine.score(self.bench, part, group)]
 
@@ -179,7 +184,7 @@ class Trainer:
 
 
 def prefers_stacked(bench: Bench, together: int, fused: bool = False) -> bool:
-    """Where stacking pays: on a GPU always; on a CPU where steps are so small that their overhead rules.
+    """Return whether stacking pays: on a GPU always; on a CPU where steps are so small that their overhead dominates.
 
     Measured on two cores with 5 to 100 clients of 9 thousand to 2 million parameters: stacked multi-layer perceptrons gain up
     to 7×, from about ten clients on; large ones and convolutions lose. Beside a loop of the model's own (`fused`) they gain

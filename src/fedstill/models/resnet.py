@@ -33,12 +33,12 @@ class Zeros(nn.Module):
 
     def __init__(self, factor: int, stride: int) -> None:
         super().__init__()
-        self.factor, self.stride = factor, stride
+        self.channel_factor, self.stride = factor, stride  # `nn.channels` asks for the factor by this name
 
     def forward(self, x: Tensor) -> Tensor:
         """Subsample the pixels and add channels of zeros."""
         x = F.avg_pool2d(x, 1, self.stride).unsqueeze(2)
-        return F.pad(x, (0, 0, 0, 0, 0, self.factor - 1)).flatten(1, 2)
+        return F.pad(x, (0, 0, 0, 0, 0, self.channel_factor - 1)).flatten(1, 2)
 
 
 def _shortcut(kind: Shortcut, inputs: int, outputs: int, stride: int) -> nn.Module:

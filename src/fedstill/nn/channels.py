@@ -2,7 +2,8 @@
 
 The model's graph is followed once (torch.fx), so that each layer is known with the channels that feed it: a flattened image has
 H·W features a channel, a residual sum adds like to like, BatchNorm belongs to the channels it normalises. The classifier, whose
-outputs are classes, is divided by its input channels. What cannot be followed is refused by the module's name.
+outputs are classes, is divided by its input channels. What cannot be followed is refused by the module's name. A module of the
+user's own can be followed if it has an integer attribute `channel_factor`: its channel i becomes channel `channel_factor`·i.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ..core.errors import InputError, Shown, first_line
-from ..models.resnet import Zeros
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 PLAIN = (  # they keep channels apart, and have no parameters
@@ -114,10 +114,10 @@ def follow(module: nn.Module, x: Tensor) -> Channels:
 
 
 class _Tracer(fx.Tracer):
-    """Takes the zero-padding shortcut as one step."""
+    """Treats a module that says how it widens channels (`channel_factor`) as one step."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, Zeros) or super().is_leaf_module(m, module_qualified_name)
+        return hasattr(m, "channel_factor") or super().is_leaf_module(m, module_qualified_name)
 
 
 class _Follow(fx.Interpreter):
@@ -160,8 +160,8 @@ class _Follow(fx.Interpreter):
                 raise _refuse(name, part, "a BatchNorm right after the layer whose channels it normalises")
             self.found.out[name] = part.num_features
             return mark
-        if isinstance(part, Zeros):  # channel i becomes channel factor·i, so the last share of channels stays the last
-            return Mark(mark.channels * part.factor) if mark is not None else None
+        if (factor := getattr(part, "channel_factor", None)) is not None:  # the last share of channels stays the last
+            return Mark(mark.channels * int(factor)) if mark is not None else None
         if isinstance(part, PLAIN):
             return self._reshaped(n, mark, result, name)
         raise _refuse(name, part, "made of Linear, Conv, BatchNorm, pooling, activations, dropout and flattening")

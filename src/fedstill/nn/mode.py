@@ -1,8 +1,12 @@
-"""The function mode in which a model runs (`functional.py`) where torch's dropout, BatchNorm, pooling or products will not do."""
+"""How a model is executed: the description, and the torch function mode that carries it out.
+
+The mode replaces torch's dropout, BatchNorm, pooling, convolution and linear layers where those would not do.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,34 +16,43 @@ from torch.overrides import TorchFunctionMode
 
 from ..core.plan import uniform_bits
 from .kernels import winograd
-from .kernels.convolution import Lowering, Shape, conv2d, max_pool
+from .kernels.autotune import Lowering
+from .kernels.convolution import Shape
+from .kernels.vmapped import conv2d, max_pool
 
 
-class Keyed(TorchFunctionMode):
-    """While active, dropout is drawn from a key, BatchNorm leaves padding out, and products go as the engine says."""
+@dataclass(frozen=True)
+class Execution:
+    """How a model is computed. All but `bf16` give the same numbers to rounding; the default is the model as written."""
 
-    def __init__(
-        self,
-        key: Tensor | None,
-        mask: Tensor | None,
-        lowering: Lowering | None = None,
-        bf16: bool = False,
-        fast5: bool = False,
-    ) -> None:
+    channels_last: bool = False  # convolution weights lie channels last; pays where a CPU trains clients one by one
+    winograd: winograd.Limits | None = None  # 5×5 convolutions within these limits by Winograd's algorithm
+    pool_first: bool = False  # max-pooling before ReLU where that gives the same bits (`pool_first`)
+    bf16: bool = False  # convolutions and linear layers multiply bfloat16 numbers
+    lowering: Lowering | None = None  # how convolutions with weights for each client are computed
+
+
+AS_WRITTEN = Execution()
+
+
+class ExecutionMode(TorchFunctionMode):
+    """While active, dropout masks come from a key, BatchNorm ignores padding, and products follow the description."""
+
+    def __init__(self, key: Tensor | None, mask: Tensor | None, execution: Execution = AS_WRITTEN) -> None:
         super().__init__()
         self.key, self.mask, self.dropouts = key, mask, 0
-        self.lowering, self.bf16, self.fast5 = lowering, bf16, fast5
+        self.limits, self.bf16, self.lowering = execution.winograd, execution.bf16, execution.lowering
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = _HANDLERS.get(func)
         return handler(self, *args, **(kwargs or {})) if handler else func(*args, **(kwargs or {}))
 
     def _low(self, *tensors: Tensor | None) -> list[Tensor | None]:
-        """Floating operands in bfloat16, where that is asked for."""
+        """Return floating operands in bfloat16 if `bf16` is set."""
         return [t.bfloat16() if self.bf16 and t is not None and t.is_floating_point() else t for t in tensors]
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """In bfloat16, where that is asked for."""
+        """Apply a linear layer, in bfloat16 if `bf16` is set."""
         return F.linear(*self._low(input, weight, bias))  # type: ignore[arg-type]
 
     def conv2d(
@@ -52,12 +65,14 @@ class Keyed(TorchFunctionMode):
         dilation: Any = 1,
         groups: int = 1,
     ) -> Tensor:
-        """As the engine says: with a weight for each client, by Winograd's algorithm, or plainly."""
+        """Convolve: with weights for each client, by Winograd's algorithm, or as torch does."""
         x, w, b = self._low(input, weight, bias)
         assert x is not None
         assert w is not None
-        if self.fast5 and (pad := winograd.takes(x, w, stride, padding, dilation, groups)) is not None:
-            return winograd.conv2d(x, w, b, pad)
+        if self.limits is not None:
+            pad = winograd.takes(x, w, stride, padding, dilation, groups, self.limits)
+            if pad is not None:
+                return winograd.conv2d(x, w, b, pad)
         if self.lowering is None or groups != 1 or isinstance(padding, str) or x.ndim != 4:
             return F.conv2d(x, w, b, stride, padding, dilation, groups)
         pairs = [(v, v) if isinstance(v, int) else (v[0], v[-1]) for v in (stride, padding, dilation)]
@@ -66,11 +81,11 @@ class Keyed(TorchFunctionMode):
         return conv2d(x, w, bias, shape, self.lowering)
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        """By the key, each number for itself."""
+        """Zero single numbers, by the key."""
         return self._drop(input, p, training, input.shape)
 
     def feature_dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        """By the key, whole channels."""
+        """Zero whole channels, by the key."""
         return self._drop(input, p, training, (*input.shape[:2], *[1] * (input.ndim - 2)))
 
     def _drop(self, input: Tensor, p: float, training: bool, shape: tuple[int, ...]) -> Tensor:
@@ -94,12 +109,12 @@ class Keyed(TorchFunctionMode):
         ceil_mode: bool = False,
         return_indices: bool = False,
     ) -> Any:
-        """In a stack with a gradient of its own."""
+        """Pool; in a stack with a gradient of our own."""
         kernel, step, pad, spread = (
             (v, v) if isinstance(v, int) else tuple(v) for v in (kernel_size, stride or kernel_size, padding, dilation)
         )
-        apart = kernel == step and pad == (0, 0) and spread == (1, 1) and not ceil_mode and input.ndim == 4
-        if self.lowering is None or not apart or return_indices:
+        adjacent = kernel == step and pad == (0, 0) and spread == (1, 1) and not ceil_mode and input.ndim == 4
+        if self.lowering is None or not adjacent or return_indices:
             return F.max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)  # type: ignore[call-overload]
         return max_pool(input, kernel)
 
@@ -114,13 +129,13 @@ class Keyed(TorchFunctionMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        """Padding is left out of the statistics."""
+        """Normalise; padding is left out of the statistics."""
         plain = self.lowering is None and not self.bf16
         if plain and (not training or (self.mask is None and len(input) > 1)):
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
         axes = [0, *range(2, input.ndim)]
         channel = [1, -1, *[1] * (input.ndim - 2)]
-        given, input = input, input if weight is None else input.to(weight.dtype)
+        dtype, input = input.dtype, input if weight is None else input.to(weight.dtype)
         if not training and running_mean is not None and running_var is not None:
             mean, variance = running_mean, running_var
         elif self.mask is None:
@@ -139,19 +154,19 @@ class Keyed(TorchFunctionMode):
         out = (input - mean.reshape(channel)) * torch.rsqrt(variance + eps).reshape(channel)
         if weight is not None:
             out = out * weight.reshape(channel)
-        return (out if bias is None else out + bias.reshape(channel)).to(given.dtype)
+        return (out if bias is None else out + bias.reshape(channel)).to(dtype)
 
 
 _HANDLERS: dict[Any, Callable[..., Tensor]] = {
-    F.dropout: Keyed.dropout,
-    torch.dropout: Keyed.dropout,
-    F.dropout1d: Keyed.feature_dropout,
-    F.dropout2d: Keyed.feature_dropout,
-    F.dropout3d: Keyed.feature_dropout,
-    torch.feature_dropout: Keyed.feature_dropout,
-    F.batch_norm: Keyed.batch_norm,
-    F.linear: Keyed.linear,
-    F.conv2d: Keyed.conv2d,
-    F.max_pool2d: Keyed.max_pool2d,
-    torch.max_pool2d: Keyed.max_pool2d,
+    F.dropout: ExecutionMode.dropout,
+    torch.dropout: ExecutionMode.dropout,
+    F.dropout1d: ExecutionMode.feature_dropout,
+    F.dropout2d: ExecutionMode.feature_dropout,
+    F.dropout3d: ExecutionMode.feature_dropout,
+    torch.feature_dropout: ExecutionMode.feature_dropout,
+    F.batch_norm: ExecutionMode.batch_norm,
+    F.linear: ExecutionMode.linear,
+    F.conv2d: ExecutionMode.conv2d,
+    F.max_pool2d: ExecutionMode.max_pool2d,
+    torch.max_pool2d: ExecutionMode.max_pool2d,
 }

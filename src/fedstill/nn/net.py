@@ -1,14 +1,16 @@
 """A plain `nn.Module` as a pure function of its parameters, the same for one client and for a stack of them.
 
-The module is never changed: a private copy serves as a skeleton into which each call puts the tensors it was given. Some
-things are taken out of the module's hands, by a function mode (`keyed.py`) that is active only where the model needs it:
+The module is never changed: a private copy serves as a skeleton into which each call puts the tensors it is given. A torch
+function mode (`mode.py`), active only where the model needs it, replaces some operations:
 
 - dropout draws its mask from (seed, round, client, step, layer), not from a global generator;
 - BatchNorm leaves padding out of its statistics (and survives a batch of one sample: its variance is then 0);
-- in a stack, convolutions with a weight for each client are done in the way that was measured to be fastest; one client's 5×5
-  convolutions on a CPU are done by Winograd's algorithm;
+- in a stack, convolutions with weights for each client use the algorithm that was measured to be fastest; one client's 5×5
+  convolutions on a CPU use Winograd's algorithm;
 - with `bf16`, convolutions and linear layers multiply bfloat16 numbers and activations stay in bfloat16; weights, their updates,
   BatchNorm's statistics and the logits keep their precision.
+
+Which of these apply is an `Execution`, fixed when a view of the net is made (`Net.under`).
 
 Running statistics are updated in place on the tensors that were passed in; callers pass copies.
 """
@@ -27,8 +29,7 @@ from torch import Tensor, nn
 from ..core.errors import InputError, Shown, first_line
 from ..core.tree import Params
 from .channels import Channels, follow
-from .kernels.convolution import Lowering
-from .mode import Keyed
+from .mode import AS_WRITTEN, Execution, ExecutionMode
 from .pool_first import Forward, pool_first
 
 Slot: TypeAlias = tuple[str, dict[str, Tensor | None], str]
@@ -44,17 +45,17 @@ class Net:
     def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         try:
             self.module = copy.deepcopy(module).to(device)
-            complex_ = [n for n, v in self.module.state_dict().items() if v.numel() and v.is_complex()]
+            complex_names = [n for n, v in self.module.state_dict().items() if v.numel() and v.is_complex()]
         except Exception as error:
             reason = first_line(error)
             raise InputError(
                 "model", Shown(type(module).__name__), f"a module that can be copied ({reason})"
             ) from error
-        if complex_:
-            raise InputError("model", Shown(complex_[0]), "a module with real numbers only")
-        for part in (*self.module.parameters(), *self.module.buffers()):
-            if part.is_floating_point():
-                part.data = part.data.to(dtype)
+        if complex_names:
+            raise InputError("model", Shown(complex_names[0]), "a module with real numbers only")
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
         self._training, self._evaluating = (copy.deepcopy(self.module).train(mode) for mode in (True, False))
         both = {True: self._training, False: self._evaluating}
         self._recurrent = {t: [p for p in m.modules() if isinstance(p, nn.RNNBase)] for t, m in both.items()}
@@ -75,30 +76,27 @@ class Net:
         self._channels: Channels | None = None
         self.size = sum(p.numel() for p in self.module.parameters())
         self.has_convolution = any(isinstance(m, nn.Conv2d | nn.ConvTranspose2d) for m in self.module.modules())
-        self.channels_last = False  # set where it pays: a CPU that takes clients one by one
-        self.lowering: Lowering | None = None  # set by the engine that stacks clients
-        self.bf16 = False
-        self.winograd = False  # set where it pays: 5×5 convolutions of clients that train one by one on a CPU
-        self._direct: dict[tuple[str, ...], bool] = {}
-        self._rewritten: dict[bool, Forward] = {}  # by training: what runs instead of the module's own forward
+        self.execution = AS_WRITTEN
+        self._heads: dict[tuple[str, ...], tuple[bool, tuple[int, ...]]] = {}  # see `head`
+        self._rewritten: dict[bool, Forward] = {}  # by training mode: what runs instead of the module's own forward
 
     def initial(self) -> Params:
-        """A copy of the weights that the module came with."""
+        """Return a copy of the weights that the module came with."""
         state = self.module.state_dict()
         return {name: state[name].detach().clone() for name in self.names}
 
     def export(self, params: Params) -> Params:
-        """A full state dict on the CPU that `module.load_state_dict` takes (tied weights under all their names)."""
+        """Return a full state dict on the CPU for `module.load_state_dict` (tied weights under all their names)."""
         return {name: params[source].detach().cpu().clone() for name, source in self._tied.items()}
 
     def channels(self) -> Channels:
-        """The model's layers by channel, followed once."""
+        """Return the model's layers by channel; its graph is followed once."""
         if self._channels is None:
             self._channels = follow(copy.deepcopy(self.module), self.example)
         return self._channels
 
-    def _try(self, x: Tensor, mode: Keyed) -> tuple[Tensor, Params]:
-        """A training pass from the initial weights: its output, and the state after it."""
+    def _try(self, x: Tensor, mode: ExecutionMode) -> tuple[Tensor, Params]:
+        """Run a training pass from the initial weights; return its output and the state after it."""
         params = self.initial()
         out = self._forward(params, x, True, mode)
         for name, owner, leaf in self._slots[True]:
@@ -107,42 +105,45 @@ class Net:
                 raise InputError("model", Shown(f"buffer {name}"), right)
         return out, params
 
-    def rewrite(self, wanted: bool) -> None:
-        """Run the model with max-pooling before ReLU (see `rewrite`) where that gives the same bits, or as it is written."""
-        self._rewritten = {}
-        if not wanted or not self.outputs:  # it is tried on what `probe` has seen
-            return
-        for train in (True, False):
-            forward = pool_first(copy.deepcopy(self.module).train(train))
-            if forward is not None and self._same(train, forward):
-                self._rewritten[train] = forward
+    def under(self, execution: Execution, rewrite: Callable[[nn.Module], Forward | None] = pool_first) -> Net:
+        """Return a view that is executed this way: it shares the skeleton, and this net stays as it is.
 
-    def _same(self, train: bool, forward: Forward) -> bool:
-        """Whether output, gradients and buffers are the same bits as those of the module as it is written."""
+        `rewrite` makes what `execution.pool_first` asks for. It is used only where it gives the same bits on the samples that
+        `probe` has seen.
+        """
+        view = copy.copy(self)
+        view.execution, view._rewritten = execution, {}
+        if execution.pool_first and self.outputs:
+            for train in (True, False):
+                forward = rewrite(copy.deepcopy(self.module).train(train))
+                if forward is not None and view._gives_the_same(train, forward):
+                    view._rewritten[train] = forward
+        return view
+
+    def _gives_the_same(self, train: bool, forward: Forward) -> bool:
+        """Return whether output, gradients and buffers are the same bits as those of the module as it is written."""
+        written, trial = copy.copy(self), copy.copy(self)
+        written._rewritten, trial._rewritten = {}, {train: forward}
         try:
-            written, ours = self._slopes(train, {}), self._slopes(train, {train: forward})
+            expected, results = written._slopes(train), trial._slopes(train)
         except Exception:
             return False
-        return all(torch.equal(a, b) for a, b in zip(ours, written, strict=True))
+        return all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
-    def _slopes(self, train: bool, rewritten: dict[bool, Forward]) -> list[Tensor]:
-        """On an example, from the initial weights: the output, the gradients of a sum of it, and the state after it."""
-        kept, self._rewritten = self._rewritten, rewritten
-        try:
-            with torch.enable_grad():
-                params = {name: self.fast_layout(value) for name, value in self.initial().items()}
-                weights = [params[name].requires_grad_() for name in self.parameters]
-                key = torch.zeros((), dtype=torch.int64, device=self.device)
-                out = self(params, self.example, train=train, key=key)
-                uneven = torch.arange(out.numel(), device=out.device).cos().view_as(out).to(out.dtype)
-                slopes = torch.autograd.grad((out * uneven).sum(), weights, allow_unused=True, materialize_grads=True)
-        finally:
-            self._rewritten = kept
+    def _slopes(self, train: bool) -> list[Tensor]:
+        """Return, on an example from the initial weights, the output, gradients of a sum of it, and the state after it."""
+        with torch.enable_grad():
+            params = {name: self.fast_layout(value) for name, value in self.initial().items()}
+            weights = [params[name].requires_grad_() for name in self.parameters]
+            key = torch.zeros((), dtype=torch.int64, device=self.device)
+            out = self(params, self.example, train=train, key=key)
+            uneven = torch.arange(out.numel(), device=out.device).cos().view_as(out).to(out.dtype)
+            slopes = torch.autograd.grad((out * uneven).sum(), weights, allow_unused=True, materialize_grads=True)
         return [out, *slopes, *params.values()]
 
     def fast_layout(self, value: Tensor) -> Tensor:
-        """An entry of the state in the memory layout that convolutions are fastest in here; its values do not change."""
-        if self.channels_last and value.ndim == 4:
+        """Return an entry of the state in the memory layout in which convolutions are fastest; its values do not change."""
+        if self.execution.channels_last and value.ndim == 4:
             # A copy, since a kernel with one input channel is contiguous in both layouts, and `contiguous` would leave it.
             return value.clone(memory_format=torch.channels_last)
         return value
@@ -158,13 +159,13 @@ class Net:
         taps: dict[str, Tensor] | None = None,
         gates: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """The module's output. In training `key` makes the dropout masks; `mask` marks padding.
+        """Return the module's output. In training `key` makes the dropout masks; `mask` marks padding.
 
         `taps` is filled with the input of each module that it names; `gates` multiply the inputs of those they name.
         """
         if taps or gates:
             with self._hooked(train, taps or {}, gates or {}):
-                return self(params, x, train=train, key=key, mask=mask)
+                return self._forward(params, x, train, self._mode(key, mask, train, len(x)), as_written=True)
         return self._forward(params, x, train, self._mode(key, mask, train, len(x)))
 
     def head(
@@ -177,33 +178,34 @@ class Net:
         key: Tensor,
         mask: Tensor | None,
     ) -> Tensor:
-        """The output for given features: what the head, whose modules are named, makes of its (flattened) input.
+        """Return the output for (flattened) inputs of the head, whose modules are named.
 
-        A head that is one module at the model's end is called alone. Elsewhere the whole model runs, on zeros, and the features
-        take the place of what the head's first module was given.
+        A head that is a single module at the model's end is called alone. Otherwise the whole model runs on zeros, with the
+        features in place of its first head module's input.
         """
-        taps: dict[str, Tensor] = {modules[0]: self.example}
-        if modules not in self._direct:
+        if modules not in self._heads:
+            taps: dict[str, Tensor] = {modules[0]: self.example}
             with torch.no_grad():
                 out = self(self.initial(), self.example, train=False, taps=taps)
-                self._direct[modules] = len(modules) == 1 and torch.equal(
-                    out, self._evaluating.get_submodule(modules[0])(taps[modules[0]])
-                )
-            self._head_input = tuple(taps[modules[0]].shape[1:])
-        given = features.reshape(features.shape[0], *self._head_input)
-        mode = self._mode(key, mask, train, len(given))
-        if self._direct[modules]:
-            part = (self._training if train else self._evaluating).get_submodule(modules[0])
-            return self._forward(params, given, train, mode, part)
-        zeros = self.example[:1].expand(len(given), *self.example.shape[1:]) * 0
-        with self._hooked(train, {}, {}, {modules[0]: given}):
-            return self._forward({**self.initial(), **params}, zeros, train, mode)
+                last = self._evaluating.get_submodule(modules[0])
+                alone = len(modules) == 1 and torch.equal(out, last(taps[modules[0]]))
+            self._heads[modules] = alone, tuple(taps[modules[0]].shape[1:])
+        alone, shape = self._heads[modules]
+        inputs = features.reshape(features.shape[0], *shape)
+        mode = self._mode(key, mask, train, len(inputs))
+        if alone:
+            head = (self._training if train else self._evaluating).get_submodule(modules[0])
+            return self._forward(params, inputs, train, mode, head)
+        zeros = self.example[:1].expand(len(inputs), *self.example.shape[1:]) * 0
+        with self._hooked(train, {}, {}, {modules[0]: inputs}):
+            return self._forward({**self.initial(), **params}, zeros, train, mode, as_written=True)
 
-    def _mode(self, key: Tensor | None, mask: Tensor | None, train: bool, rows: int) -> Keyed | None:
+    def _mode(self, key: Tensor | None, mask: Tensor | None, train: bool, rows: int) -> ExecutionMode | None:
+        how = self.execution
         keyed = train and (self.has_dropout or mask is not None or (self.has_batchnorm and rows == 1))
-        if not keyed and self.lowering is None and not self.bf16 and not self.winograd:
+        if not keyed and how.lowering is None and not how.bf16 and how.winograd is None:
             return None
-        return Keyed(key, mask, self.lowering, self.bf16, self.winograd)
+        return ExecutionMode(key, mask, how)
 
     @contextlib.contextmanager
     def _hooked(
@@ -217,53 +219,57 @@ class Net:
         handles = []
 
         def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], Any]:
-            def look(part: nn.Module, given: tuple[Any, ...]) -> Any:
+            def look(_: nn.Module, inputs: tuple[Any, ...]) -> Any:
                 if instead and name in instead:
-                    return (instead[name], *given[1:])
+                    return (instead[name], *inputs[1:])
                 if name in taps:
-                    taps[name] = given[0].to(self.dtype)
-                return (given[0] * gates[name], *given[1:]) if name in gates else None
+                    taps[name] = inputs[0].to(self.dtype)
+                return (inputs[0] * gates[name], *inputs[1:]) if name in gates else None
 
             return look
 
         for name in {*taps, *gates, *(instead or {})}:
             handles.append(module.get_submodule(name).register_forward_pre_hook(hook(name)))
-        kept, self._rewritten = self._rewritten, {}  # hooks see the model as it is written
         try:
             yield
         finally:
-            self._rewritten = kept
             for handle in handles:
                 handle.remove()
 
     def _forward(
-        self, params: Params, x: Tensor, train: bool, mode: Keyed | None, part_of: nn.Module | None = None
+        self,
+        params: Params,
+        x: Tensor,
+        train: bool,
+        mode: ExecutionMode | None,
+        submodule: nn.Module | None = None,
+        as_written: bool = False,  # for hooks, which see the model as it is written
     ) -> Tensor:
         for name, owner, leaf in self._slots[train]:
-            if part_of is None or name in params:
+            if submodule is None or name in params:
                 owner[leaf] = params[name]
-        for part in self._recurrent[train]:  # these keep a second list of their weights
-            part._flat_weights = [getattr(part, n) for n in part._flat_weights_names]
-        module = part_of or (self._training if train else self._evaluating)
-        forward = self._rewritten.get(train) if part_of is None else None
+        for layer in self._recurrent[train]:  # these keep a second list of their weights
+            layer._flat_weights = [getattr(layer, n) for n in layer._flat_weights_names]
+        module = submodule or (self._training if train else self._evaluating)
+        forward = self._rewritten.get(train) if submodule is None and not as_written else None
         call = module if forward is None else functools.partial(forward, module)
         if mode is None:
             return call(x)
         with mode:
             out: Tensor = call(x)
-        return out.to(self.dtype) if self.bf16 else out
+        return out.to(self.dtype) if self.execution.bf16 else out
 
     def probe(self, x: Tensor, classes: int) -> None:
         """Run one and two samples through the model and refuse what cannot be trained reproducibly, before any work."""
         name = Shown(type(self.module).__name__)
         pair = torch.cat([x[:1], x[:1]]) if len(x) < 2 else x[:2]
-        watch = Keyed(torch.zeros((), dtype=torch.int64, device=x.device), None)
+        watch = ExecutionMode(torch.zeros((), dtype=torch.int64, device=x.device), None)
         hidden = _hidden_buffers(self._training)
         with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []), torch.no_grad():
             before = _generator_state(x.device)
             try:
                 logits, params = self._try(pair, watch)
-                lone, _ = self._try(pair[:1], Keyed(watch.key, None))
+                lone, _ = self._try(pair[:1], ExecutionMode(watch.key, None))
                 scored, alone = self(params, pair, train=False), self(params, pair[:1], train=False)
             except InputError:
                 raise
@@ -294,7 +300,7 @@ class Net:
 
 
 def _slots(module: nn.Module, tied: dict[str, str]) -> list[Slot]:
-    """Where each entry of the state sits: the name it is kept under, the owner's dictionary, and the key there."""
+    """Return for each entry of the state its name, the dictionary of the module that owns it, and the key there."""
     slots: list[Slot] = []
     modules = dict(module.named_modules(remove_duplicate=False))
     for name in module.state_dict(keep_vars=True):
@@ -305,9 +311,9 @@ def _slots(module: nn.Module, tied: dict[str, str]) -> list[Slot]:
 
 
 def _hidden_buffers(module: nn.Module) -> Params:
-    """Copies of the buffers that a state dict leaves out."""
-    kept = set(module.state_dict())
-    return {name: value.clone() for name, value in module.named_buffers() if name not in kept}
+    """Return copies of the buffers that a state dict leaves out."""
+    state = set(module.state_dict())
+    return {name: value.clone() for name, value in module.named_buffers() if name not in state}
 
 
 def _generator_state(device: torch.device) -> Tensor:

@@ -24,7 +24,7 @@ FRESH = (nn.Conv2d, nn.BatchNorm2d)  # what they return is nobody else's memory
 
 
 def pool_first(module: nn.Module) -> Forward | None:
-    """A function that does what `module.forward` does, with pools before ReLU; None where there is nothing to exchange.
+    """Return a function that does what `module.forward` does with pools before ReLU; None if there is nothing to exchange.
 
     It is called with the module (or with a copy that holds other weights) and its input, and calls the module's own layers. None
     also where the graph cannot be followed, or where a hook would no longer be called.

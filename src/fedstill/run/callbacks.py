@@ -9,7 +9,7 @@ import torch
 
 from ..core import tree
 from ..core.tree import Tree
-from ..nn.kernels.convolution import Choices
+from ..nn.kernels.autotune import Choices
 from ..server.coordinator import Coordinator, Record, RunState
 from ..transport.messages import Dialogue, Reply, Request
 from .journal import PART, Checkpoint, CheckpointWriter, Journal

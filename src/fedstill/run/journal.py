@@ -28,7 +28,7 @@ from ..core import tree
 from ..core.errors import InputError
 from ..core.tree import Tree
 from ..core.version import __version__
-from ..nn.kernels.convolution import Choices
+from ..nn.kernels.autotune import Choices
 from .experiment import FORMAT
 
 KEEP = 2  # checkpoints kept: a kill while one is written leaves the one before
@@ -77,7 +77,7 @@ class Journal:
 
     def write_choices(self, choices: Choices) -> None:
         """Write what was measured, where that is news."""
-        found = choices.said()
+        found = choices.to_dict()
         if found and found != self.choices():
             write(self.folder / "choices.json", (json.dumps(found, indent=2) + "\n").encode())
 

@@ -19,7 +19,7 @@ from ..core.tree import Params, Tree
 from ..data import Federation
 from ..edge.data_manager import DataManager, JointData
 from ..engine.bench import Bench
-from ..engine.one import threads
+from ..engine.threads import threads
 from ..engine.trainer import Trainer
 from ..nn.net import Net
 from ..nn.split import by_head

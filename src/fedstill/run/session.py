@@ -155,7 +155,7 @@ def _resume(start: Start, coordinator: Coordinator, driver: Driver) -> None:
         return
     checkpoint = journal.load(sim.device) if start.resume else None
     if start.resume:
-        sim.trainer.choices.take(journal.choices())
+        sim.trainer.choices.update(journal.choices())
     if checkpoint is None:
         journal.rewind(0)
         return

@@ -1,1 +1,1 @@
-"""Convolutions that are faster than torch's own for stacked or small models, each tested against torch's."""
+"""Convolutions that are faster than torch's for stacked or small models, each tested against torch's."""

@@ -11,12 +11,13 @@ transforms stay in the cache, one dimension after the other; and it lies in memo
 overlap by half, are two slices of it and never copied.
 
 Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks", CVPR 2016. In float32 the result is off by about 3e-6 of
-its size, where torch's own sum is off by 4e-7. For clients that train one by one on a CPU.
+its size, where torch's own sum is off by 4e-7. It serves clients that train one by one on a CPU.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, TypeAlias
 
@@ -28,19 +29,30 @@ Matrix: TypeAlias = list[list[Fraction]]
 M, R, N = 4, 5, 8  # results, taps and pixels of a tile, in one dimension
 POINTS = tuple(Fraction(p) for p in ("0", "1", "-1", "2", "-2", "1/2", "-1/2"))  # and ∞
 ONE = N + 1  # the product at the point (1, 1), which adds as it is to every result of its tile
-# Where it pays, measured on one core for 6 to 192 channels, 4 to 28 results across and batches of 1 to 64 (docs/performance.md);
-# a tile that is not full costs as much as a full one.
-CHANNELS = 16  # in and out, at least
-PLANES = 250  # input times output channels, times the square of how full the tiles are
-WORK = 60_000  # that, times the tiles of a batch
-WIDE = 4  # tiles in a strip, with all images of a batch
 
 
-def takes(x: Tensor, w: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> int | None:
-    """The padding of a convolution that is done faster so, None for any other."""
+@dataclass(frozen=True)
+class Limits:
+    """From where on it pays: measured on one core for 6 to 192 channels, images of 4 to 28 and batches of 1 to 64
+    (docs/performance.md). A tile that is not full costs as much as a full one.
+    """
+
+    channels: int = 16  # in and out, at least
+    planes: int = 250  # input times output channels, times the square of how full the tiles are
+    work: int = 60_000  # that, times the tiles of a batch
+    strip: int = 4  # tiles in a strip, with all images of a batch
+
+
+LIMITS = Limits()
+
+
+def takes(
+    x: Tensor, w: Tensor, stride: Any, padding: Any, dilation: Any, groups: int, limits: Limits = LIMITS
+) -> int | None:
+    """Return the padding of a convolution that is faster this way, None for any other."""
     if x.ndim != 4 or w.shape[2:] != (R, R) or groups != 1 or x.device.type != "cpu" or x.dtype != w.dtype:
         return None
-    if x.dtype not in (torch.float32, torch.float64) or not _wide(w):
+    if x.dtype not in (torch.float32, torch.float64) or min(w.shape[:2]) < limits.channels:
         return None
     if _both(stride) != (1, 1) or _both(dilation) != (1, 1):
         return None
@@ -51,25 +63,23 @@ def takes(x: Tensor, w: Tensor, stride: Any, padding: Any, dilation: Any, groups
     down_tiles, across = -(-height // M), -(-width // M)
     full = height * width / (M * M * down_tiles * across)
     planes = w.shape[0] * w.shape[1] * full**2
-    pays = planes >= PLANES and len(x) * across >= WIDE and len(x) * down_tiles * across * planes >= WORK
+    pays = planes >= limits.planes and len(x) * across >= limits.strip
+    pays = pays and len(x) * down_tiles * across * planes >= limits.work
     return down if pays else None
 
 
-def worth(layer: nn.Module) -> bool:
-    """Whether a layer's convolutions may be among these."""
-    return isinstance(layer, nn.Conv2d) and layer.kernel_size == (R, R) and _wide(layer.weight)
+def worth(layer: nn.Module, limits: Limits = LIMITS) -> bool:
+    """Return whether `takes` may accept a layer's convolutions."""
+    wide = isinstance(layer, nn.Conv2d) and min(layer.weight.shape[:2]) >= limits.channels
+    return isinstance(layer, nn.Conv2d) and wide and layer.kernel_size == (R, R)
 
 
 def conv2d(x: Tensor, w: Tensor, bias: Tensor | None, padding: int) -> Tensor:
-    """The convolution of stride 1, NCHW; fastest where the channels lie last in memory."""
+    """Convolve with stride 1, NCHW; fastest where the channels lie last in memory."""
     if torch._C._functorch.maybe_current_level() is not None:  # inside of a transform (a gradient's gradient, say)
         return F.conv2d(x, w, bias, padding=padding)
     out: Tensor = _Winograd.apply(x, w, bias, padding)  # type: ignore[no-untyped-call]
     return out
-
-
-def _wide(w: Tensor) -> bool:
-    return min(w.shape[:2]) >= CHANNELS
 
 
 def _both(value: Any) -> tuple[int, int]:
@@ -78,7 +88,7 @@ def _both(value: Any) -> tuple[int, int]:
 
 # ---- the three matrices --------------------------------------------------------------------------------------------------
 def matrices() -> tuple[Matrix, Matrix, Matrix]:
-    """Aᵀ [4×8], G [8×5] and Bᵀ [8×8], exactly."""
+    """Return Aᵀ [4×8], G [8×5] and Bᵀ [8×8], exactly."""
 
     def powers(k: int) -> Matrix:
         return [[p**j for j in range(k)] for p in POINTS] + [[Fraction(int(j == k - 1)) for j in range(k)]]
@@ -94,7 +104,7 @@ def _transposed(rows: Matrix) -> Matrix:
 
 
 def _inverse(rows: Matrix) -> Matrix:
-    """By elimination, each pivot brought up from below."""
+    """Invert by elimination, each pivot brought up from below."""
     n = len(rows)
     both = [row + [Fraction(int(i == j)) for j in range(n)] for i, row in enumerate(rows)]
     for c in range(n):
@@ -115,7 +125,7 @@ def _transforms(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 # ---- the convolution -----------------------------------------------------------------------------------------------------
 class _Winograd(torch.autograd.Function):
-    """The same transforms backwards: each step is linear in what it is given.
+    """The convolution and its gradient: each step is linear, so the gradient runs the transposed steps in reverse.
 
     A strip of tiles is [8 (down), 8 (across), tiles · batch, channels]; images are [rows, 4, columns / 4, batch, channels].
     """
@@ -154,9 +164,9 @@ class _Winograd(torch.autograd.Function):
         by_x, by_w, by_bias, _ = ctx.needs_input_grad
         if torch.is_grad_enabled():  # this gradient will be differentiated: by torch's own, which can be
             pads, mask = [ctx.padding] * 2, [by_x, by_w, by_bias]
-            given = (grad, x, w, [w.shape[0]] if ctx.biased else None)
-            found = torch.ops.aten.convolution_backward(*given, [1, 1], pads, [1, 1], False, [0, 0], 1, mask)
-            return found[0], found[1], found[2], None
+            tensors = (grad, x, w, [w.shape[0]] if ctx.biased else None)
+            slopes = torch.ops.aten.convolution_backward(*tensors, [1, 1], pads, [1, 1], False, [0, 0], 1, mask)
+            return slopes[0], slopes[1], slopes[2], None
         a, g, b = _transforms(grad.dtype)
         (batch, channels, h, width), (_, outputs, oh, ow), p = x.shape, grad.shape, ctx.padding
         down, across = -(-oh // M), -(-ow // M)
@@ -187,7 +197,7 @@ class _Winograd(torch.autograd.Function):
 
 
 def _by_columns(x: Tensor, padding: int, rows: int, columns: int) -> Tensor:
-    """An image [batch, channels, …, …], padded to a size, as [rows, 4, columns / 4, batch, channels]."""
+    """Return an image [batch, channels, …, …], padded to a size, as [rows, 4, columns / 4, batch, channels]."""
     right, below = columns - padding - x.shape[3], rows - padding - x.shape[2]
     image = x.permute(0, 2, 3, 1)
     if padding or right or below:
@@ -196,6 +206,6 @@ def _by_columns(x: Tensor, padding: int, rows: int, columns: int) -> Tensor:
 
 
 def _by_rows(image: Tensor) -> Tensor:
-    """And back: [batch, channels, rows, columns], channels last in memory."""
+    """Invert `_by_columns`: [batch, channels, rows, columns], channels last in memory."""
     rows, _, columns, batch, channels = image.shape
     return image.permute(3, 0, 2, 1, 4).reshape(batch, rows, M * columns, channels).permute(0, 3, 1, 2)

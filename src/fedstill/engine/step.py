@@ -1,0 +1,200 @@
+"""One SGD step of a client's phase: objective → gradient → the method's correction → SGD.
+
+Every engine runs this definition. `one` differentiates by `autograd.grad`, which is fastest for a single client; `StackStep`
+runs it for a stack by `vmap` over `torch.func.grad`, step by step (`cohort`) or traced (`program`). Only a perceptron's loop
+(`fused`) has the step written out once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, autograd
+from torch.func import grad_and_value, vmap
+
+from ..core import tree
+from ..core.batch import Batch
+from ..core.method import Loss, Method, Phase
+from ..core.optim import SGD
+from ..core.task import Site, Task
+from ..core.tree import Params, Tree
+from .bench import Bench
+
+Objective: TypeAlias = Callable[[Params, Params], tuple[Tensor, Params]]  # (weights, buffers) → loss, new buffers
+Differentiate: TypeAlias = Callable[[Objective, Params, Params], tuple[Params, tuple[Tensor, Params]]]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The step of one phase, as one client takes it."""
+
+    method: Method
+    task: Task
+    loss: Loss
+
+    def gradient(
+        self, differentiate: Differentiate, weights: Params, buffers: Params, fixed: Params, local: Tree, batch: Batch
+    ) -> tuple[Params, Tensor, Params]:
+        """Return the gradient that SGD takes, the loss, and the buffers as the pass leaves them.
+
+        Without weights everything is frozen: there is no gradient, and only BatchNorm's statistics move.
+        """
+
+        def objective(weights: Params, buffers: Params) -> tuple[Tensor, Params]:
+            params = {**fixed, **weights, **buffers}
+            return self.loss(self.task, params, local, batch), {name: params[name] for name in buffers}
+
+        grads, (loss, buffers) = differentiate(objective, weights, buffers)
+        if weights:
+            grads = self.method.correct(self.task, local, grads)
+        return grads, loss.detach(), buffers
+
+    def own(self, local: Tree, batch: Batch) -> tuple[Tree, Tensor]:
+        """Take the whole step of a method that brings its own: return the new `local` and the loss."""
+        assert self.method.step is not None
+        local, loss = self.method.step(self.task, local, batch)
+        return local, loss.detach()
+
+
+def by_autograd(objective: Objective, weights: Params, buffers: Params) -> tuple[Params, tuple[Tensor, Params]]:
+    """Differentiate by autograd; the weights require a gradient, and the buffers are updated in place."""
+    loss, buffers = objective(weights, buffers)
+    if not weights:
+        return {}, (loss, buffers)
+    grads = autograd.grad(loss, list(weights.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(weights, grads, strict=True)), (loss, buffers)
+
+
+def by_func(objective: Objective, weights: Params, buffers: Params) -> tuple[Params, tuple[Tensor, Params]]:
+    """Differentiate by `torch.func`, inside `vmap`; the buffers are copied."""
+
+    def pure(weights: Params, buffers: Params) -> tuple[Tensor, Params]:
+        return objective(weights, {name: value.clone() for name, value in buffers.items()})
+
+    if not weights:
+        return {}, pure(weights, buffers)
+    grads, result = grad_and_value(pure, has_aux=True)(weights, buffers)
+    return grads, result
+
+
+# ---- a stack of clients ---------------------------------------------------------------------------------------------------
+def over_clients(f: Callable[..., Any], *trees: Any) -> Any:
+    """Apply `vmap` over the leading axis; a tree without leaves has no axis, so it is left out of the mapping."""
+    dims = tuple(0 if not isinstance(t, dict) or next(tree.leaves(t), None) is not None else None for t in trees)
+    return vmap(f, in_dims=dims, randomness="error")(*trees)
+
+
+class Watched(Task):
+    """A task that records whether anybody asked for the round: a step that did must not be used in another round."""
+
+    asked: list[bool]
+
+    @classmethod
+    def of(cls, task: Task) -> Watched:
+        """Return a watched copy."""
+        watched = cls(**{f.name: getattr(task, f.name) for f in dataclasses.fields(task)})
+        object.__setattr__(watched, "asked", [False])
+        return watched
+
+    def at(self, **changes: Any) -> Watched:
+        """Return the task with other values; it reports to the same list."""
+        values = {f.name: object.__getattribute__(self, f.name) for f in dataclasses.fields(Task)}
+        watched = type(self)(**{**values, **changes})
+        object.__setattr__(watched, "asked", self.asked)
+        return watched
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "round":
+            with contextlib.suppress(AttributeError):  # while it is made
+                object.__getattribute__(self, "asked")[0] = True
+        return object.__getattribute__(self, name)
+
+
+@dataclass(frozen=True, eq=False)
+class ClientView:
+    """The method and the task as one client of a stack has them, inside `vmap`. `site` is that client's slice of the stack."""
+
+    bench: Bench
+    task: Task
+
+    def method(self, site: Tree) -> Method:
+        """Return the method, with the client's own values of the fields that differ."""
+        return self.bench.method_at({n: v for n, v in site.get("fields", {}).items() if n != "lr"})
+
+    def at(self, site: Tree, x: Any, y: Tensor) -> Task:
+        """Return the task, with the client's own data, work and learning rate."""
+        changes: dict[str, Any] = {
+            "site": Site(x, y, site["index"], site["samples"], site["steps"], site["last"]),
+            **{name: value for name, value in site.get("fields", {}).items() if name == "lr"},
+        }
+        return self.task.at(**changes) if isinstance(self.task, Watched) else dataclasses.replace(self.task, **changes)
+
+    def phase(self, site: Tree, x: Any, y: Tensor, number: int) -> Phase:
+        """Return one of the phases."""
+        return self.method(site).phases(self.at(site, x, y))[number]
+
+
+@dataclass(frozen=True, eq=False)
+class StackStep:
+    """The step of one phase for a stack of clients, in place on their rows.
+
+    `rows` is a tree with a leading axis for clients: "weights", "buffers", "fixed" and "momentum" of the model that trains,
+    "local", "site", "total" (the sum of the losses) and, where clients differ in it, "lr".
+    """
+
+    view: ClientView
+    number: int  # which of the method's phases
+    names: tuple[str, ...]  # the parameters that move
+    sgd: SGD
+    loss: Loss | None = (
+        None  # None: clients differ in the method's fields, and each asks its own method for the phase's loss
+    )
+
+    def __call__(self, rows: Tree, batch: Tree, x: Any, y: Tensor, live: Tensor | None = None) -> None:
+        """Take one step of all rows on their batches; rows that are not `live` keep their values."""
+        site, method = rows["site"], self.view.bench.method
+
+        def step(site: Tree) -> Step:
+            own, task = self.view.method(site), self.view.at(site, x, y)
+            loss = self.loss
+            if loss is None and own.step is None:
+                loss = own.phases(task)[self.number].loss
+            return Step(own, task, loss or own.loss)
+
+        def whole(site: Tree, local: Tree, b: Tree) -> tuple[Tree, Tensor]:
+            return step(site).own(local, Batch(**b))
+
+        def gradient(weights: Params, buffers: Params, fixed: Params, local: Tree, site: Tree, b: Tree) -> Any:
+            return step(site).gradient(by_func, weights, buffers, fixed, local, Batch(**b))
+
+        if method.step is not None:
+            new, loss = over_clients(whole, site, rows["local"], batch)
+            _assign(rows["local"], new, live)
+        else:
+            weights, buffers = rows["weights"], rows["buffers"]
+            state = rows["fixed"], rows["local"], site, batch
+            grads, loss, moved = over_clients(gradient, weights, buffers, *state)
+            momentum = [rows["momentum"][name] for name in self.names] if rows["momentum"] else []
+            slopes = [grads[name] for name in self.names]
+            self.sgd.update([weights[name] for name in self.names], slopes, momentum, rows.get("lr"), live)
+            _assign(buffers, moved, live)
+        rows["total"].add_(loss if live is None else torch.where(live, loss, torch.zeros_like(loss)))
+
+
+def _assign(old: Tree, new: Tree, live: Tensor | None) -> None:
+    """Copy new values into old memory, in rows that are live."""
+
+    def assign(old: Tensor, new: Tensor) -> Tensor:
+        return old.copy_(new if live is None else torch.where(live.reshape(-1, *[1] * (new.ndim - 1)), new, old))
+
+    tree.map(assign, old, new)
+
+
+def shared_loss(bench: Bench, phase: Phase) -> Loss | None:
+    """Return the phase's loss where it is the same for all clients of a stack."""
+    return None if bench.varied or bench.method.step is not None else phase.loss or bench.method.loss
