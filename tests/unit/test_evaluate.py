@@ -3,7 +3,7 @@
 import pytest
 
 import fedstill as fs
-from fedstill.server.scoring import Scores, summary, worst_tenth
+from fedstill.server.records import Scores, summary, worst_tenth
 
 HISTORY = [
     {

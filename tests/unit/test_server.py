@@ -11,7 +11,7 @@ import fedstill as fs
 from fedstill.core import tree
 from fedstill.run.experiment import Training
 from fedstill.run.prepare import prepare
-from fedstill.server.aggregator import Aggregator
+from fedstill.server.coordinator import Aggregator
 from fedstill.server.sampler import count
 from fedstill.transport import wire
 from fedstill.transport.local import LocalTransport

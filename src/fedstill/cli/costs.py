@@ -27,7 +27,7 @@ from ..run.callbacks import Progress
 from ..run.experiment import Experiment
 from ..run.session import Start
 from ..server.coordinator import Record
-from ..server.traffic import SPLIT
+from ..server.records import SPLIT
 from ..transport.local import LocalTransport
 from . import flags
 from .job import plan

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 from torch import Tensor
 
 from . import settings, terms
 from .batch import Batch
-from .task import Task
+from .task import Task, Upload
 from .tree import Params, Tree
+
+__all__ = ["Loss", "Method", "Phase", "Upload"]
 
 Loss: TypeAlias = Callable[[Task, Params, Tree, Batch], Tensor]
 
@@ -43,26 +45,6 @@ class Phase:
     after_epoch: Callable[[Task, Params, Params], Params] | None = (
         None  # *client*: (before, after) an epoch → new values
     )
-
-
-@dataclass(frozen=True)
-class Upload:
-    """A client's upload as `merge` sees it.
-
-    `tree` is all that the client sent, as it was sent; `down` what the client had been sent when it began. `params` is
-    `tree["params"]`, for asynchronous training rebased onto the current model: what an average takes.
-    """
-
-    tree: Tree
-    weight: float  # the client's number of samples
-    client: int
-    down: Tree = field(default_factory=dict)
-    rebased: Params | None = None
-
-    @property
-    def params(self) -> Params:
-        """The uploaded parameters, rebased onto the current model where the client began with an older one."""
-        return self.tree["params"] if self.rebased is None else self.rebased
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -335,3 +335,23 @@ class Task:
         if self.site is None:
             raise RuntimeError("this hook runs at the server, which has no client data")
         return self.site
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A client's upload as `merge` sees it.
+
+    `tree` is all that the client sent, as it was sent; `down` what the client had been sent when it began. `params` is
+    `tree["params"]`, for asynchronous training rebased onto the current model: what an average takes.
+    """
+
+    tree: Tree
+    weight: float  # the client's number of samples
+    client: int
+    down: Tree = field(default_factory=dict)
+    rebased: Params | None = None
+
+    @property
+    def params(self) -> Params:
+        """The uploaded parameters, rebased onto the current model where the client began with an older one."""
+        return self.tree["params"] if self.rebased is None else self.rebased

@@ -75,3 +75,19 @@ class Part:
         )
         within = torch.arange(width, device=self.x.device)
         return start + torch.where(within < size, within, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Splits:
+    """The training, test and, where there is one, validation samples of all clients."""
+
+    train: Part
+    test: Part
+    val: Part | None = None
+
+    def part(self, name: str) -> Part:
+        """Return a split: train, val or test."""
+        part = {"train": self.train, "val": self.val, "test": self.test}[name]
+        if part is None:
+            raise ValueError(f"the federation has no {name} split")
+        return part

@@ -11,50 +11,39 @@ from torch import Tensor
 
 from ..core.errors import CannotStack, InputError
 from ..data.federation import Federation
-from ..data.samples import Part, Samples
+from ..data.samples import Part, Samples, Splits
 
 
-class DataManager:
+class DataManager(Splits):
     """All splits of a federation's data, in one dtype on one device."""
 
+    clients: int
+    common: tuple[Tensor, Tensor] | None  # a test set that belongs to no client
+
     def __init__(self, federation: Federation, device: torch.device, dtype: torch.dtype) -> None:
-        self.clients = len(federation)
         norm = (federation.mean, federation.std) if device.type == "cuda" else None
-        self.train = _part([(c.x_train, c.y_train) for c in federation.clients], device, dtype, norm)
-        self.test = _part([(c.x_test, c.y_test) for c in federation.clients], device, dtype, norm)
         validation = [(c.x_val, c.y_val) for c in federation.clients if c.x_val is not None and c.y_val is not None]
-        self.val = _part(validation, device, dtype, norm) if len(validation) == len(federation) else None
-        self.common: tuple[Tensor, Tensor] | None = None
-        if federation.test is not None:
-            x, y = federation.test
-            self.common = (x.to(device, dtype), y.to(device))
-
-    def part(self, name: str) -> Part:
-        """Return a split: train, val or test."""
-        part = {"train": self.train, "val": self.val, "test": self.test}[name]
-        if part is None:
-            raise ValueError(f"the federation has no {name} part")
-        return part
+        super().__init__(
+            _part([(c.x_train, c.y_train) for c in federation.clients], device, dtype, norm),
+            _part([(c.x_test, c.y_test) for c in federation.clients], device, dtype, norm),
+            _part(validation, device, dtype, norm) if len(validation) == len(federation) else None,
+        )
+        common = (
+            None if federation.test is None else (federation.test[0].to(device, dtype), federation.test[1].to(device))
+        )
+        object.__setattr__(self, "clients", len(federation))
+        object.__setattr__(self, "common", common)
 
 
-class JointData:
-    """The data of several runs, one after another: slot r·K + k is client k of run r. Runs on the same data share it."""
-
-    def __init__(self, managers: Sequence[DataManager]) -> None:
-        if len({manager.clients for manager in managers}) > 1:
-            raise CannotStack("their numbers of clients differ")
-        self.train, self.test = (_joined([manager.part(name) for manager in managers]) for name in ("train", "test"))
-        validation = [manager.val for manager in managers if manager.val is not None]
-        if len(validation) not in (0, len(managers)):
-            raise CannotStack("not all of them have validation data")
-        self.val = _joined(validation) if validation else None
-
-    def part(self, name: str) -> Part:
-        """Return a split: train, val or test."""
-        part = {"train": self.train, "val": self.val, "test": self.test}[name]
-        if part is None:
-            raise ValueError(f"the federations have no {name} part")
-        return part
+def join(managers: Sequence[DataManager]) -> Splits:
+    """Return the data of several runs, one after another: slot r·K + k is client k of run r. Runs on the same data share it."""
+    if len({manager.clients for manager in managers}) > 1:
+        raise CannotStack("their numbers of clients differ")
+    validation = [manager.val for manager in managers if manager.val is not None]
+    if len(validation) not in (0, len(managers)):
+        raise CannotStack("not all of them have validation data")
+    train, test = (_joined([manager.part(name) for manager in managers]) for name in ("train", "test"))
+    return Splits(train, test, _joined(validation) if validation else None)
 
 
 def _joined(parts: Sequence[Part]) -> Part:

@@ -12,17 +12,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from ..core import tree
 from ..core.method import Method
 from ..core.tree import Params, Tree
-from ..engine.bench import Done, Work
+from ..engine.bench import Done, Store, Work
 from ..engine.trainer import Trainer
 from ..transport.messages import Order, Reply
 from .fine_tune import FineTune
-from .model_store.store import ModelStore
 from .monitor import Monitor
+
+
+class MemoryStore(Store, Protocol):
+    """Where clients' memories are kept: what engines ask for, and reading without moving anything."""
+
+    def read(self, client: int) -> Tree:
+        """Return a client's memory."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class Edge:
     """Answers the orders of `len(methods)` runs for the same number of clients each."""
 
     def __init__(
-        self, methods: Sequence[Method], trainer: Trainer, store: ModelStore, monitors: Sequence[Monitor | None]
+        self, methods: Sequence[Method], trainer: Trainer, store: MemoryStore, monitors: Sequence[Monitor | None]
     ) -> None:
         self.methods, self.trainer, self.store, self.monitors = methods, trainer, store, monitors
         self.clients = len(trainer.bench.data.train.sizes) // len(methods)

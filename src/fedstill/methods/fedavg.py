@@ -16,7 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from ..core.method import Method, Upload
+from torch import Tensor
+
+from ..core import terms
+from ..core.batch import Batch
+from ..core.method import Method, Phase, Upload
 from ..core.settings import setting
 from ..core.task import Task
 from ..core.tree import Params, Tree
@@ -55,6 +59,18 @@ class FedAvg(Method):
     def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
         """w_k ← w."""
         return {"params": down["params"]}
+
+    def phases(self, task: Task) -> tuple[Phase, ...]:
+        """The experiment's epochs of SGD, on everything."""
+        return (Phase(),)
+
+    def fit(self, task: Task, params: Params, batch: Batch) -> Tensor:
+        """CE."""
+        return terms.cross_entropy(task.logits(params, batch), batch)
+
+    def loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
+        """CE(w)."""
+        return self.fit(task, params, batch)
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
         """w_k goes up; the memory stays as it is."""

@@ -40,7 +40,8 @@ class ExecutionMode(TorchFunctionMode):
 
     def __init__(self, key: Tensor | None, mask: Tensor | None, execution: Execution = AS_WRITTEN) -> None:
         super().__init__()
-        self.key, self.mask, self.dropouts = key, mask, 0
+        self.key, self.mask = key, mask
+        self.dropouts = self.norms = 0  # how many of them were met
         self.limits, self.bf16, self.lowering = execution.winograd, execution.bf16, execution.lowering
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -130,6 +131,7 @@ class ExecutionMode(TorchFunctionMode):
         eps: float = 1e-5,
     ) -> Tensor:
         """Normalise; padding is left out of the statistics."""
+        self.norms += 1
         plain = self.lowering is None and not self.bf16
         if plain and (not training or (self.mask is None and len(input) > 1)):
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)

@@ -202,7 +202,7 @@ class Net:
 
     def _mode(self, key: Tensor | None, mask: Tensor | None, train: bool, rows: int) -> ExecutionMode | None:
         how = self.execution
-        keyed = train and (self.has_dropout or mask is not None or (self.has_batchnorm and rows == 1))
+        keyed = train and (self.has_dropout or (self.has_batchnorm and (mask is not None or rows == 1)))
         if not keyed and how.lowering is None and not how.bf16 and how.winograd is None:
             return None
         return ExecutionMode(key, mask, how)
@@ -296,6 +296,7 @@ class Net:
             right = "persistent if training changes it: what a state dict leaves out would be lost"
             raise InputError("model", Shown(f"buffer {changed[0]}"), right)
         self.has_dropout, self.example = watch.dropouts > 0, pair
+        self.has_batchnorm = self.has_batchnorm or watch.norms > 0  # also one that a forward pass calls by itself
         self.outputs = int(logits.shape[1])
 
 

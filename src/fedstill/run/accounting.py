@@ -22,7 +22,7 @@ from ..engine.bench import Bench
 from ..engine.flops import Flops, Work
 from ..engine.trainer import Trainer
 from ..scores.score import Finished
-from ..server.traffic import SPLIT, nbytes
+from ..server.records import SPLIT, nbytes
 
 __all__ = ["Cost", "Flops", "Work", "cost", "nbytes", "numbers", "seconds"]
 

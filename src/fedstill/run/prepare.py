@@ -17,7 +17,7 @@ from ..core.plan import JointPlan, Plan
 from ..core.task import Average, Task
 from ..core.tree import Params, Tree
 from ..data import Federation
-from ..edge.data_manager import DataManager, JointData
+from ..edge.data_manager import DataManager, join
 from ..engine.bench import Bench
 from ..engine.threads import threads
 from ..engine.trainer import Trainer
@@ -52,10 +52,9 @@ class Simulation:
         """The setting of local work."""
         return self.trainer.bench.task
 
-    def common_accuracy(self, trainer: Trainer, generic: Tree) -> float | None:
-        """Return the generic model's accuracy on the common test set, where the federation has one."""
-        if self.data.common is None:
-            return None
+    def common_accuracy(self, trainer: Trainer, generic: Tree) -> float:
+        """Return the generic model's accuracy on the common test set."""
+        assert self.data.common is not None
         x, y = self.data.common
         with threads(trainer.threads):
             return float((self.task.predict(generic, x).argmax(-1) == y).double().mean())
@@ -138,7 +137,7 @@ def prepare(
     legal.check(method, task, training)
     plan = Plan(training.seed, training.batch_size)
     joining = scores.newcomers(plan, len(federation), training.newcomers)
-    bench = Bench(method, task, JointPlan((plan,), len(federation)), JointData([manager]))
+    bench = Bench(method, task, JointPlan((plan,), len(federation)), join([manager]))
     together = count(task.clients, training.participation)
     devices = None
     if training.profile:

@@ -17,14 +17,15 @@ from .. import scores
 from ..core import settings, tree
 from ..core.errors import CannotStack, TrainingError
 from ..core.plan import JointPlan, Plan
-from ..edge.data_manager import JointData
-from ..edge.edge import Edge
+from ..edge.data_manager import join
+from ..edge.edge import Edge, MemoryStore
+from ..edge.model_store.plain import PlainStore
 from ..edge.model_store.store import ModelStore
+from ..edge.model_store.tiers import available_memory
 from ..edge.monitor import Monitor, Policy
 from ..engine.bench import Bench
 from ..engine.trainer import Trainer
-from ..server.aggregator import Aggregator
-from ..server.coordinator import Callback, Coordinator, Rounds, RunState
+from ..server.coordinator import Aggregator, Callback, Coordinator, Rounds, RunState
 from ..server.optimizer import Rule
 from ..server.sampler import BY_PLAN, SAMPLERS, count
 from ..timing.asynchronous import Asynchronous, Asynchrony
@@ -138,7 +139,7 @@ def _coordinator(
         splits=("test",) if sim.data.val is None else ("test", "val"),
         sampler=SAMPLERS[training.sampler],
         aggregator=Aggregator(training.minimum, rule),
-        common=functools.partial(sim.common_accuracy, trainer),
+        common=None if sim.data.common is None else functools.partial(sim.common_accuracy, trainer),
         away=frozenset(sim.newcomers),
         watch=scores.forgetting if training.forgetting else None,
         samples=sim.data.train.sizes,
@@ -188,13 +189,17 @@ def monitor_of(sim: Simulation, rounds: Rounds) -> Monitor | None:
     return SimulatedMonitor(rounds.clock, policy) if isinstance(rounds, Schedule) and policy != Policy() else None
 
 
-def _store(sims: Sequence[Simulation], folder: Path | None) -> ModelStore:
-    """Return the clients' memories of all runs."""
+def _store(sims: Sequence[Simulation], folder: Path | None) -> MemoryStore:
+    """Return the clients' memories of all runs: in tiers on a GPU, and where they might not fit into the host's memory."""
     lead = sims[0]
     bank = lead.training.bank
     room = int(bank * 2**30) if lead.device.type == "cuda" and bank else None
     initials = [sim.method.init_client(sim.task, sim.initial) for sim in sims]
     clients = len(lead.data.train.sizes)
+    size = clients * sum(leaf.nbytes for initial in initials for _, leaf in tree.leaves(initial))
+    per_sample = any(sim.method.per_sample for sim in sims)  # these grow with the clients' samples
+    if lead.device.type == "cpu" and not per_sample and 2 * size < available_memory():
+        return PlainStore(initials[0], clients=clients, others=initials[1:])
     return ModelStore(
         initials[0], clients=clients, others=initials[1:], device=lead.device, device_bytes=room, folder=folder
     )
@@ -223,7 +228,7 @@ def _joint_trainer(sims: Sequence[Simulation]) -> Trainer:
     plan = JointPlan(tuple(Plan(sim.training.seed, sim.training.batch_size) for sim in sims), clients)
     varied = {name: [value for value in values for _ in range(clients)] for name, values in varying(sims).items()}
     task = dataclasses.replace(lead.trainer.bench.task, seed=_NoSeed())  # type: ignore[arg-type]
-    bench = Bench(lead.method, task, plan, JointData([sim.data for sim in sims]), varied)
+    bench = Bench(lead.method, task, plan, join([sim.data for sim in sims]), varied)
     return lead.trainer.over(bench, together=lead.trainer.together * len(sims))
 
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from ..core.errors import InputError, TrainingError
 from ..core.plan import Plan, key, permutation
+from ..server.records import worst_tenth
 from ..server.sampler import count
-from ..server.scoring import worst_tenth
 from ..transport.messages import Reply
 from .score import Finished, Score, register
 

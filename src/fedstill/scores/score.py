@@ -16,9 +16,17 @@ from ..transport.messages import Kind, Reply
 class Data(Protocol):
     """The data of a federation, as far as scores need it."""
 
-    train: Part
-    test: Part
-    common: Any  # (x, y) of the common test set, or None
+    @property
+    def train(self) -> Part:
+        """All clients' training samples."""
+
+    @property
+    def test(self) -> Part:
+        """All clients' test samples."""
+
+    @property
+    def common(self) -> Any:
+        """(x, y) of the common test set, or None."""
 
 
 class Finished(Protocol):

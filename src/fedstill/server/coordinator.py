@@ -21,11 +21,10 @@ from ..core.plan import Plan
 from ..core.task import Task
 from ..core.tree import Tree
 from ..transport.messages import Dialogue, Kind, Order, Reply, Request, Transport
-from .aggregator import Aggregator, check_converging
-from .gate import Gate, example_upload
+from .gate import Gate, check_converging, example_upload
+from .optimizer import Rule
+from .records import Scores, split_seconds, summary, traffic
 from .sampler import Memory, Sampler, uniform
-from .scoring import Scores, summary
-from .traffic import split_seconds, traffic
 
 Record: TypeAlias = dict[str, Any]
 
@@ -66,6 +65,24 @@ class Exchange:
     besides: Sequence[Order] = ()  # orders that were sent besides
     pending: frozenset[int] = frozenset()  # clients whose replies may still be merged in a later round
     working: frozenset[int] = frozenset()  # of these the ones that are not late: there are no rounds that end
+
+
+@dataclass(frozen=True)
+class Aggregator:
+    """Has the method merge a round's uploads, then takes the server optimizer's step.
+
+    With fewer than `minimum` uploads the round is abandoned: the server's state stays.
+    """
+
+    minimum: int = 1
+    rule: Rule | None = None  # the server optimizer; None: the clients' mean itself
+
+    def merge(self, method: Method, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
+        """Return the server's next state."""
+        if len(uploads) < self.minimum:
+            return server
+        merged = method.merge(task, server, uploads)
+        return merged if self.rule is None else self.rule.follow(server, merged)
 
 
 class Rounds:
@@ -126,7 +143,7 @@ class Coordinator:
     sampler: Sampler = uniform
     gate: Gate = field(default_factory=Gate)
     aggregator: Aggregator = field(default_factory=Aggregator)
-    common: Callable[[Tree], float | None] = lambda generic: None  # accuracy on a test set that belongs to no client
+    common: Callable[[Tree], float] | None = None  # accuracy on a test set that belongs to no client
     away: frozenset[int] = frozenset()  # clients that are neither trained nor scored
     watch: Callable[[Sequence[Reply], Sequence[Record]], Record] | None = None
     """Have training watched, and return what the record says of the replies, given the history (forgetting)."""
@@ -209,8 +226,9 @@ class Coordinator:
             replies = yield Request(orders)
             scores = Scores.read(replies, self.method.scores)
             record |= summary(scores, "" if split == self.splits[0] else f"{split}_")
-        common = self.common(generic) if generic is not None else None
-        return record if common is None else {**record, "generic_common": common}
+        if self.common is not None and generic is not None:
+            record["generic_common"] = self.common(generic)
+        return record
 
     # ---- what strategies and callbacks use ---------------------------------------------------------------------------
     def present(self) -> list[int]:

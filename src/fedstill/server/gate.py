@@ -6,6 +6,7 @@ every number is finite. A client that itself reports that its training has diver
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -13,6 +14,7 @@ from typing import TypeAlias
 import torch
 
 from ..core import tree
+from ..core.errors import TrainingError
 from ..core.method import Method
 from ..core.task import Site, Task
 from ..core.tree import Tree
@@ -84,3 +86,14 @@ def difference(spec: Spec, right: Spec) -> str:
 
 def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def check_converging(task: Task, replies: Sequence[Reply]) -> None:
+    """Stop the run where a client reports that its own training has diverged."""
+    for reply in replies:
+        loss = reply.report["loss"]
+        if not math.isfinite(loss) or not reply.report.get("finite", 1.0):
+            reason = f"the training loss is {loss}" if not math.isfinite(loss) else "weights are no longer finite"
+            raise TrainingError(
+                f"round {reply.round}, client {reply.client}: {reason}; a smaller lr (now {task.lr:g}) usually helps"
+            )

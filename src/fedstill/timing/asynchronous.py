@@ -38,7 +38,7 @@ from ..core.task import Task
 from ..core.training import ServerOptimizer, Timing
 from ..core.tree import Params, Tree
 from ..server.coordinator import Coordinator, Exchange
-from ..server.traffic import each, nbytes
+from ..server.records import each, nbytes
 from ..transport.messages import Dialogue, Order, Reply, Request
 from .clock import Spans
 from .schedule import MERGE, Floats, Outcome, Schedule, as_numbers, epochs

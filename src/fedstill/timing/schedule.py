@@ -28,8 +28,8 @@ from ..core.plan import Plan
 from ..core.task import Task
 from ..core.tree import Tree
 from ..server.coordinator import Coordinator, Exchange, Rounds
+from ..server.records import each
 from ..server.sampler import Memory, Sampler, uniform
-from ..server.traffic import each
 from ..transport.messages import Dialogue, Order, Reply, Request
 from .clock import Clock, Spans
 

@@ -29,9 +29,9 @@ from ..core.plan import Plan
 from ..core.task import Task
 from ..core.training import Timing
 from ..core.tree import Tree
-from ..server.aggregator import check_converging
 from ..server.coordinator import Coordinator, Exchange
-from ..server.traffic import each
+from ..server.gate import check_converging
+from ..server.records import each
 from ..transport.messages import Dialogue, Order, Reply, Request
 from .clock import Clock
 from .schedule import Outcome, Schedule
