@@ -5,7 +5,9 @@ flags and its TOML), its hooks are pure functions on trees of tensors. Hooks mar
 run for one or for a whole stack of them (`torch.func.vmap`), so they never branch in Python on a client's tensor: they use
 `torch.where` or a mask. Nothing that matters lives in `self`, and no hook changes its arguments.
 
-One round: `send` → (at each participant: `begin`, the phases, `finish`) → `merge`.
+One round: `send` → (at each participant: `begin`, the phases, `finish`) → `merge`. What a hook may know besides its arguments is
+in the `Task`: the model, the settings of local work, at a client its own data and whether it has trained before (`task.seen`),
+and the server's mean (`task.average`). What a method keeps lies in the server's state and in each client's memory, both trees.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ Loss: TypeAlias = Callable[[Task, Params, Tree, Batch], Tensor]
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of local work: what moves, by which loss, for how long. Each phase starts with fresh optimiser state.
+    """A phase of local work: what is trained, by which loss, for how long. Each phase starts with fresh optimiser state.
 
     `model` names the entry of `local` that is trained; `moves` the names in it that may change (None: all). Names that do
     not move keep their exact values, buffers included. None elsewhere means: as the experiment says.
@@ -39,29 +41,25 @@ class Phase:
     loss: Loss | None = None
     lr: float | None = None
     momentum: float | None = None
-    enter: Callable[[Task, Tree], Tree] | None = None  # *client*: `local` as the phase finds it, from the phase before
-    after_epoch: Callable[[Task, Params, Params], Params] | None = (
-        None  # *client*: (before, after) an epoch → new values
-    )
+    enter: Callable[[Task, Tree], Tree] | None = None
+    """*Client.* `enter(task, local) -> local`: called before the phase with what the phase before left."""
+    after_epoch: Callable[[Task, Params, Params], Params] | None = None
+    """*Client.* `after_epoch(task, before, after) -> values`: new values from the weights before and after an epoch."""
 
 
 @dataclass(frozen=True)
 class Upload:
-    """A client's upload as `merge` sees it.
+    """A client's upload as `merge` sees it. It may answer an earlier round's download: go by `down`, not by the present state."""
 
-    `tree` is all that the client sent, as it was sent; `down` what the client had been sent when it began. `params` is
-    `tree["params"]`, for asynchronous training rebased onto the current model: what an average takes.
-    """
-
-    tree: Tree
+    tree: Tree  # all that the client sent, as it was sent
     weight: float  # the client's number of samples
     client: int
-    down: Tree = field(default_factory=dict)
-    rebased: Params | None = None
+    down: Tree = field(default_factory=dict)  # what the client had been sent when it began
+    rebased: Params | None = None  # asynchronous training: `tree["params"]` as they stand for the current model
 
     @property
     def params(self) -> Params:
-        """The uploaded parameters, rebased onto the current model where the client began with an older one."""
+        """Return what a mean of models takes: the uploaded parameters, rebased where that is asked for."""
         return self.tree["params"] if self.rebased is None else self.rebased
 
 
@@ -87,8 +85,10 @@ class Method:
     reply (it was late, dropped or refused). All other entries are the client's own and stay."""
 
     def __init_subclass__(cls) -> None:
-        """Refuse a field that would hide a hook; a class with another hook than the one that a promise was made for, be it
-        mixed in, must itself promise again: `averages` speaks of `merge`, the others of what a client does in a round.
+        """Withdraw the promises of a class that overrides the hooks they speak of; refuse a field that would hide a hook.
+
+        `averages` speaks of `merge`, `wait_free` and `personal_passes` of what a client does in a round. A class that overrides
+        these, be it by a mixin, must promise again.
         """
         if _differs(cls, "averages", "merge"):
             cls.averages = False
@@ -108,13 +108,13 @@ class Method:
         if self.needs_head:
             task.need_split()
 
-    # ---- what is kept ------------------------------------------------------------------------------------------------
+    # ---- state -------------------------------------------------------------------------------------------------------
     def init_server(self, task: Task, params: Params) -> Tree:
-        """Return what the server keeps, before round 1."""
+        """Return the server's state before round 1."""
         raise self._missing("init_server")
 
     def init_client(self, task: Task, params: Params) -> Tree:
-        """Return what each client keeps between rounds. It never leaves unless `finish` puts it into the upload."""
+        """Return a client's memory before its first round. It never leaves unless `finish` puts it into the upload."""
         return {}
 
     def private(self, task: Task) -> frozenset[str]:
@@ -171,6 +171,6 @@ class Method:
 
 
 def _differs(cls: type, promise: str, *hooks: str) -> bool:
-    """Whether one of the hooks is not that of the class which said last whether it keeps the promise."""
-    said = next(kind for kind in cls.__mro__ if promise in vars(kind))
-    return any(inspect.getattr_static(cls, hook) is not inspect.getattr_static(said, hook) for hook in hooks)
+    """Return whether one of the hooks is not that of the class which last made or withdrew the promise."""
+    maker = next(kind for kind in cls.__mro__ if promise in vars(kind))
+    return any(inspect.getattr_static(cls, hook) is not inspect.getattr_static(maker, hook) for hook in hooks)
