@@ -1,8 +1,8 @@
-"""FedHold: FedAvg whose local predictions are held near the global model's.
+"""FedHold: FedAvg whose local predictions stay near the global model's.
 
     min_w  CE(w) + λ·KL( q(w_t) ‖ q(w) ),     q(·) = softmax(logits)
 
-FedProx holds the *weights* near the downloaded model w_t; this holds what the model *says* about the client's own data.
+FedProx keeps the *weights* near the downloaded model w_t; this keeps the *predictions* on the client's own data near its.
 
 Choices: (1) the teacher w_t runs in evaluation mode without gradient, once over the client's data at the start of a round;
 every epoch looks its predictions up. (2) Temperature 1. (3) As in FedAvg, the generic model serves every client.
@@ -14,7 +14,6 @@ from typing import ClassVar
 from torch import Tensor
 
 import fedstill as fs
-from fedstill.core.tree import Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,15 +24,15 @@ class FedHold(fs.FedAvg):
 
     lam: float = fs.setting(0.5, "λ, weight of the distillation", least=0)
 
-    def begin(self, task: fs.Task, down: Tree, memory: Tree) -> Tree:
+    def begin(self, task: fs.Task, down: fs.Tree, memory: fs.Tree) -> fs.Tree:
         """w ← w_t, and what w_t predicts on all local data."""
         return {"params": down["params"], "teacher": task.local_logits(down["params"])}
 
-    def loss(self, task: fs.Task, params: Params, local: Tree, batch: fs.Batch) -> Tensor:
+    def loss(self, task: fs.Task, params: fs.Params, local: fs.Tree, batch: fs.Batch) -> Tensor:
         """CE(w) + λ·KL(q(w_t) ‖ q(w))."""
         logits = task.logits(params, batch)
-        held = fs.terms.kl(local["teacher"][batch.index], logits, 1.0, batch)
-        return fs.terms.cross_entropy(logits, batch) + self.lam * held
+        penalty = fs.terms.kl(local["teacher"][batch.index], logits, 1.0, batch)
+        return fs.terms.cross_entropy(logits, batch) + self.lam * penalty
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ point, known by algebra and not from the code.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -361,14 +362,21 @@ def aligned_stationary(method: fs.Method) -> None:
 
 
 def printed_divergence_shrinks(method: fs.Method) -> None:
-    """The printed D has no fixed point at equal spectra: there its gradient is that of Σ p, which pulls the weights to zero."""
-    w = {"w": torch.linspace(-1, 2, 7, dtype=torch.float64).requires_grad_()}
-    same = {"w": w["w"].detach().clone()}
-    value = fs.terms.spectral(w, same, 1.0, "paper", "raw")
-    (gradient,) = torch.autograd.grad(value, w["w"])
-    (expected,) = torch.autograd.grad(torch.fft.fft(w["w"]).abs().sum(), w["w"])
-    assert torch.allclose(gradient, expected, atol=1e-10)
-    assert gradient.abs().max() > 0.1
+    """The printed D is smallest below q, not at it, so it draws both models off the optimum of the loss, towards 0.
+
+    Two weights u, v with one loss in g = u + v: the spectrum is |u + v|, |u − v|, of which the generic phase sees the first. With
+    the personal p alike, a·(g − b) + λ·(log(g/p) + 1) = 0 and a·(p − b) + λ·(log(p/g) + 1) = 0: both end at b − λ/a. The second
+    frequency is the personal phase's alone: it draws |u − v| towards the generic model's 4, over e.
+    """
+    assert (method.lam_g, method.divergence, method.transform) == (method.lam_p, "paper", "raw")
+    assert math.ceil(2 * method.tau) == 1
+    a, b = A[1], B[1]
+    run = on_quadratics(method, only=1)
+    for state in (run.generic(), run.personal(0)):
+        assert abs(point(state) - (b - method.lam_g / a)) < 1e-9
+    generic, personal = (float(state["body.w"] - state["head.w"]) for state in (run.generic(), run.personal(0)))
+    assert abs(generic - 4) < 1e-9
+    assert 4 / math.e < personal < 3.9
 
 
 # ---- the rows -------------------------------------------------------------------------------------------------------

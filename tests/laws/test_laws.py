@@ -15,6 +15,7 @@ from fedstill.run import simulation
 from fedstill.run.experiment import Training
 
 from ..problems import EAGER, MODELS, SETTINGS, distance, identical, make, on_quadratics, point, ragged, run, states
+from .privacy import leaks
 from .table import OPTIMUM, ROWS, Neutral, Row, mean_of_pulls
 
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -143,19 +144,56 @@ def test_4_scaffold_finds_the_optimum_where_fedavg_does_not() -> None:
     assert abs(point(scaffold.generic()) - OPTIMUM) < 1e-9
 
 
+def exchanges(method: fs.Method, engine: str, spied) -> list[list[str]]:
+    """What each upload of a short run gives away: the checker's findings, upload by upload.
+
+    Nobody has one sample alone: BatchNorm would turn it into zeros, so that private statistics are shared biases.
+    """
+    several = ragged(((13, 5), (7, 3), (6, 2), (10, 4), (5, 1)))
+    result = run(method, "normed", several, engine=engine, participation=1.0)
+    task, initial = result.task, make("normed").state_dict()
+    memories, found = {}, []
+    for reply, after in (seen for seen in spied if seen[0].kind == "train"):
+        before = memories.get(reply.client, method.init_client(task, initial))
+        found.append(leaks(reply.up, before, after, initial, method.private(task)))
+        memories[reply.client] = after
+    return found
+
+
 @every_row
 @pytest.mark.parametrize("engine", ["one", "stacked"])
 def test_5_private_stays_private(row: Row, engine: str, spied) -> None:
-    result = run(row.method, "normed", engine=engine)
-    private = row.method.private(result.task)
-    uploads = [(reply, memory) for reply, memory in spied if reply.kind == "train"]
-    assert len(uploads) == 3 * 3
-    for reply, memory in uploads:
-        names = {name.split(tree.SEPARATOR)[-1] for name, _ in tree.leaves(reply.up)}
-        assert not names & private
-        secrets = [leaf for name, leaf in tree.leaves(memory) if name.split(tree.SEPARATOR)[-1] in private]
-        for _, leaf in tree.leaves(reply.up):
-            assert not any(leaf.shape == secret.shape and torch.equal(leaf, secret) for secret in secrets if leaf.ndim)
+    found = exchanges(row.method, engine, spied)
+    assert found == [[]] * 15  # three rounds of five clients
+
+
+LEAKS = {  # of the private head h, from h before and after the round and from what all begin with
+    "itself": lambda h, old, start: h,
+    "an earlier one": lambda h, old, start: old,
+    "its way since the beginning": lambda h, old, start: h - start,
+    "its way in this round": lambda h, old, start: old - h,
+    "scaled and shifted": lambda h, old, start: 1.5 - 0.25 * h,
+    "mixed": lambda h, old, start: 0.3 * h + 0.6 * old + 0.1 * start,
+    "in another shape": lambda h, old, start: (h - start).flatten(),
+}
+
+
+OF_THREE = [leak for leak in LEAKS if leak not in ("scaled and shifted", "mixed")]  # three numbers are such of anything
+CASES = [*((leak, "head.0.weight") for leak in LEAKS), *((leak, "head.3.bias") for leak in OF_THREE)]
+
+
+@pytest.mark.parametrize(("leak", "of"), CASES)
+def test_5_finds_a_method_that_leaks(leak: str, of: str, spied) -> None:
+    start = make("normed").state_dict()[of]
+
+    class Leaky(fs.FedPer):
+        def finish(self, task, down, memory, local):
+            up, kept = super().finish(task, down, memory, local)
+            return {**up, "statistics": LEAKS[leak](local["params"][of], memory[of], start)}, kept
+
+    found = exchanges(Leaky(), "one", spied)
+    caught = [lines == [f"statistics ← {of}"] for lines in found]
+    assert all(caught[5:] if leak == "an earlier one" else caught)  # the first one is what everybody has
 
 
 @every_row

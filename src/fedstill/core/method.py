@@ -5,7 +5,9 @@ flags and its TOML), its hooks are pure functions on trees of tensors. Hooks mar
 run for one or for a whole stack of them (`torch.func.vmap`), so they never branch in Python on a client's tensor: they use
 `torch.where` or a mask. Nothing that matters lives in `self`, and no hook changes its arguments.
 
-One round: `send` → (at each participant: `begin`, the phases, `finish`) → `merge`.
+One round: `send` → (at each participant: `begin`, the phases, `finish`) → `merge`. What a hook may know besides its arguments is
+in the `Task`: the model, the settings of local work, at a client its own data and whether it has trained before (`task.seen`),
+and the server's mean (`task.average`). What a method keeps lies in the server's state and in each client's memory, both trees.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ Loss: TypeAlias = Callable[[Task, Params, Tree, Batch], Tensor]
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of local work: what moves, by which loss, for how long. Each phase starts with fresh optimiser state.
+    """A phase of local work: what is trained, by which loss, for how long. Each phase starts with fresh optimiser state.
 
     `model` names the entry of `local` that is trained; `moves` the names in it that may change (None: all). Names that do
     not move keep their exact values, buffers included. None elsewhere means: as the experiment says.
@@ -41,10 +43,10 @@ class Phase:
     loss: Loss | None = None
     lr: float | None = None
     momentum: float | None = None
-    enter: Callable[[Task, Tree], Tree] | None = None  # *client*: `local` as the phase finds it, from the phase before
-    after_epoch: Callable[[Task, Params, Params], Params] | None = (
-        None  # *client*: (before, after) an epoch → new values
-    )
+    enter: Callable[[Task, Tree], Tree] | None = None
+    """*Client.* `enter(task, local) -> local`: called before the phase with what the phase before left."""
+    after_epoch: Callable[[Task, Params, Params], Params] | None = None
+    """*Client.* `after_epoch(task, before, after) -> values`: new values from the weights before and after an epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,8 @@ class Method:
     wait_free: ClassVar[bool] = False
     """Whether phases of other models than `params` come last and nothing that goes up depends on them, so that they can run
     after the upload has left."""
+    plain_loss: ClassVar[bool] = True
+    """Whether the objective is cross-entropy alone, so that an engine may use a loop of its own for it."""
     per_sample: ClassVar[frozenset[str]] = frozenset()
     """Entries of the memory with one row for each of the client's samples."""
     coupled: ClassVar[frozenset[str]] = frozenset()
@@ -71,8 +75,10 @@ class Method:
     reply (it was late, dropped or refused). All other entries are the client's own and stay."""
 
     def __init_subclass__(cls) -> None:
-        """Refuse a field that would hide a hook; a class with another hook than the one that a promise was made for, be it
-        mixed in, must itself promise again: `averages` speaks of `merge`, the others of what a client does in a round.
+        """Withdraw the promises of a class that overrides the hooks they speak of; refuse a field that would hide a hook.
+
+        `averages` speaks of `merge`, `wait_free` and `personal_passes` of what a client does in a round. A class that overrides
+        these, be it by a mixin, must promise again. `plain_loss` speaks of the objective.
         """
         if _differs(cls, "averages", "merge"):
             cls.averages = False
@@ -80,6 +86,8 @@ class Method:
             cls.wait_free = False
         if _differs(cls, "personal_passes", "begin", "step", "finish"):
             cls.personal_passes = 0.0
+        if _differs(cls, "plain_loss", "fit", "loss", "correct", "step"):
+            cls.plain_loss = False
         hidden = [n for n in inspect.get_annotations(cls) if callable(getattr(Method, n, None))]
         if hidden:
             raise TypeError(f"{cls.__name__}.{hidden[0]}: a field needs another name than the hook {hidden[0]}()")
@@ -92,13 +100,13 @@ class Method:
         if self.needs_head:
             task.need_split()
 
-    # ---- what is kept ------------------------------------------------------------------------------------------------
+    # ---- state -------------------------------------------------------------------------------------------------------
     def init_server(self, task: Task, params: Params) -> Tree:
-        """Return what the server keeps, before round 1."""
+        """Return the server's state before round 1."""
         raise self._missing("init_server")
 
     def init_client(self, task: Task, params: Params) -> Tree:
-        """Return what each client keeps between rounds. It never leaves unless `finish` puts it into the upload."""
+        """Return a client's memory before its first round. It never leaves unless `finish` puts it into the upload."""
         return {}
 
     def private(self, task: Task) -> frozenset[str]:
@@ -155,6 +163,6 @@ class Method:
 
 
 def _differs(cls: type, promise: str, *hooks: str) -> bool:
-    """Whether one of the hooks is not that of the class which said last whether it keeps the promise."""
-    said = next(kind for kind in cls.__mro__ if promise in vars(kind))
-    return any(inspect.getattr_static(cls, hook) is not inspect.getattr_static(said, hook) for hook in hooks)
+    """Return whether one of the hooks is not that of the class which last made or withdrew the promise."""
+    maker = next(kind for kind in cls.__mro__ if promise in vars(kind))
+    return any(inspect.getattr_static(cls, hook) is not inspect.getattr_static(maker, hook) for hook in hooks)

@@ -7,9 +7,10 @@ from torch import Tensor
 
 
 def simplex_minimum(matrix: Tensor) -> Tensor:
-    """argmin α′Pα over α ≥ 0, Σα = 1, for a positive semi-definite P: the support grows and shrinks until no slope is lower.
+    """Return argmin α′Pα over α ≥ 0, Σα = 1, for a positive semi-definite P, by an active set.
 
-    On its support the minimum has P·α = const; it is the whole minimum when no other entry of P·α is below that constant.
+    On its support the minimum has P·α = const; it is the minimum over the simplex when no other entry of P·α is below that
+    constant. So the support grows by the lowest entry, and shrinks where a weight would fall below 0, until that holds.
     """
     matrix = matrix + (1e-10 * matrix.diagonal().mean() + 1e-30) * torch.eye(len(matrix), dtype=matrix.dtype)
     support = [int(matrix.diagonal().argmin())]
@@ -19,11 +20,11 @@ def simplex_minimum(matrix: Tensor) -> Tensor:
         best = torch.linalg.solve(matrix[support][:, support], matrix.new_ones(len(support)))
         best = best / best.sum()
         if best.min() < 0:  # go towards it until the first entry is 0, which leaves the support
-            now = alpha[support]
-            reach = torch.where(best < 0, now / (now - best), torch.inf)
-            alpha[support] = (now + reach.min() * (best - now)).clamp(min=0)
-            alpha[support[int(reach.argmin())]] = 0.0
-            del support[int(reach.argmin())]
+            current = alpha[support]
+            step = torch.where(best < 0, current / (current - best), torch.inf)
+            alpha[support] = (current + step.min() * (best - current)).clamp(min=0)
+            alpha[support[int(step.argmin())]] = 0.0
+            del support[int(step.argmin())]
             continue
         alpha[support] = best
         slope = matrix @ alpha

@@ -339,19 +339,15 @@ class Task:
 
 @dataclass(frozen=True)
 class Upload:
-    """A client's upload as `merge` sees it.
+    """A client's upload as `merge` sees it. It may answer an earlier round's download: use `down`, not the present state."""
 
-    `tree` is all that the client sent, as it was sent; `down` what the client had been sent when it began. `params` is
-    `tree["params"]`, for asynchronous training rebased onto the current model: what an average takes.
-    """
-
-    tree: Tree
+    tree: Tree  # all that the client sent, as it was sent
     weight: float  # the client's number of samples
     client: int
-    down: Tree = field(default_factory=dict)
-    rebased: Params | None = None
+    down: Tree = field(default_factory=dict)  # what the client had been sent when it began
+    rebased: Params | None = None  # asynchronous training: `tree["params"]` as they stand for the current model
 
     @property
     def params(self) -> Params:
-        """The uploaded parameters, rebased onto the current model where the client began with an older one."""
+        """What a mean of models takes: the uploaded parameters, rebased onto the current model where they are stale."""
         return self.tree["params"] if self.rebased is None else self.rebased

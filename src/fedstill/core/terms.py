@@ -1,4 +1,4 @@
-"""The terms that losses are made of. Each takes a batch's mask into account: padding never counts."""
+"""The terms that losses are made of. Terms of a batch leave its padding out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .tree import Params
 
 
 def mean(values: Tensor, batch: Batch) -> Tensor:
-    """Mean of one value a sample over the batch's real samples."""
+    """Return the mean of one value a sample over the batch's real samples."""
     if batch.mask is None:
         return values.mean()
     return (values * batch.mask).sum() / batch.mask.sum()
@@ -76,11 +76,11 @@ def spectral(
     divided by their sums. Mirrored entries are equal, so each frequency is computed once and counted as often as it occurs.
     """
     d = sum(value.numel() for value in p.values())
-    kept = math.ceil(share * d - 1e-9)
+    first = math.ceil(share * d - 1e-9)  # entries that count
     a, b = spectrum(p, transform), spectrum(q, transform)
     i = torch.arange(len(a), device=a.device)
-    mirrored = (i > 0) & (d - i != i) & (d - i < kept)
-    times = (i < kept).to(a.dtype) + mirrored.to(a.dtype)
+    mirrored = (i > 0) & (d - i != i) & (d - i < first)
+    times = (i < first).to(a.dtype) + mirrored.to(a.dtype)
     tiny = torch.finfo(a.dtype).tiny
     if divergence == "normalised":
         a, b = a / (times * a).sum().clamp_min(tiny), b / (times * b).sum().clamp_min(tiny)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, autograd, fx, nn
 
-from ..core.method import Method, Phase
+from ..core.method import Phase
 from ..core.optim import SGD
 from ..core.tree import Params
 from ..nn.net import Net
@@ -42,10 +42,8 @@ class Layer:
 
 def recognise(bench: Bench) -> Perceptron | None:
     """The loop for this bench, where the model is such a chain and the method trains it by plain cross-entropy; else None."""
-    kind = type(bench.method)
-    own = kind.loss is not Method.loss or kind.fit is not Method.fit or kind.correct is not Method.correct
     net = bench.net
-    if own or bench.method.step is not None or net.device.type != "cpu":
+    if not bench.method.plain_loss or net.device.type != "cpu":
         return None
     layers = _follow(net)
     return Perceptron(layers) if layers and _agrees(bench, layers) else None

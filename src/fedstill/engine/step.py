@@ -50,7 +50,7 @@ class Step:
             return self.loss(self.task, params, local, batch), {name: params[name] for name in buffers}
 
         grads, (loss, buffers) = differentiate(objective, weights, buffers)
-        if weights:
+        if weights and type(self.method).correct is not Method.correct:
             grads = self.method.correct(self.task, local, grads)
         return grads, loss.detach(), buffers
 

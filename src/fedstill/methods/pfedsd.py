@@ -13,7 +13,7 @@ regularisers: mse on logits (mean over classes), l2 = ½‖w − v_k‖², ewc =
 diagonal of v_k on the client's data. (5) `ramp`: λ rises linearly over this share of the rounds (§4.4 proposes a rise,
 and no form). (6) `stateless`: the server keeps v_k and sends it down with w; it learns v_k from the upload anyway. (7)
 BatchNorm's statistics are averaged with the weights; v_k keeps its own. (8) A client that never took part is scored with
-the current global model.
+the current global model; stateless, one of which the server has no v_k.
 
 `SelfDistillation` is Algorithm 1; `PFedSD`, the method, adds what choices 3 to 6 name. Its defaults are Algorithm 1.
 """
