@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from .. import scores
+from ..core import settings
 from ..core.errors import InputError, Shown, check_callable, check_path
 from ..core.method import Method
 from ..core.plan import Plan
@@ -31,6 +33,10 @@ def check(method: Method, task: Task, training: Training) -> None:
 
     `task.clients` is the number of clients that train, without `training.newcomers`.
     """
+    largest = torch.finfo(getattr(torch, training.dtype)).max
+    for name, value in {**settings.values_of(training), **settings.values_of(method)}.items():
+        if isinstance(value, float) and abs(value) > largest:
+            raise InputError(name, value, f"at most {largest:g} with dtype {training.dtype}")
     everyone = task.clients + training.newcomers
     scores.newcomers(Plan(training.seed, training.batch_size), everyone, training.newcomers)
     method.check(task)

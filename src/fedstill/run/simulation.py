@@ -399,7 +399,7 @@ def prepare(
         weight_decay=training.weight_decay,
         seed=training.seed,
     )
-    method.check(task)
+    legal.check(method, task, training)
     Rule.of(method, training)
     plan = Plan(training.seed, training.batch_size)
     joining = scores.newcomers(plan, len(federation), training.newcomers)
