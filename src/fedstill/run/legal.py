@@ -42,11 +42,11 @@ def check(method: Method, task: Task, training: Training) -> None:
     method.check(task)
     if training.fine_tune and training.fine_tune_part == "head":
         task.need_split()
-    wanted = count(task.clients, training.participation)
-    if training.minimum > wanted:
-        raise InputError("minimum", training.minimum, f"at most {wanted}, the clients that are wanted in a round")
+    cohort = count(task.clients, training.participation)
+    if training.minimum > cohort:
+        raise InputError("minimum", training.minimum, f"at most {cohort}, the clients that are wanted in a round")
     Rule.of(method, training)
-    Asynchrony.of(method, training, wanted)
+    Asynchrony.of(method, training, cohort)
     wait_free.check(method, task, training)
 
 
@@ -122,7 +122,7 @@ def check_out(out: object) -> None:
     check_path("out", out)
     folder = Path(str(out))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        right = "a folder that is new or empty ('fedstill resume FOLDER' goes on with a run)"
+        right = "a folder that is new or empty ('fedstill resume FOLDER' continues a run)"
         raise InputError("out", str(folder), right)
     new = [parent for parent in (folder.absolute(), *folder.absolute().parents) if not parent.exists()]
     try:
