@@ -148,6 +148,7 @@ def test_the_demo_replaces_its_own_folder_also_of_several_seeds_and_after_a_resu
     assert main(["demo", *TINY, "--seeds", "2"]) == 0
     assert main(["resume", "fedstill-demo/local/seed-0"]) == 0
     Path("fedstill-demo/local/seed-0/metrics.jsonl.part").write_text("")  # as a kill may leave it
+    Path("fedstill-demo/local/seed-0/choices.json").write_text("{}")  # as a GPU leaves it
     assert main(["demo", *TINY, "--rounds", "1"]) == 0
     assert sorted(p.name for p in Path("fedstill-demo/local").iterdir()) == [
         "checkpoints", "environment.json", "experiment.toml", "metrics.jsonl", "partition.json",

@@ -135,7 +135,7 @@ def test_seeds_of_which_some_diverge() -> None:
 
 def test_a_value_that_is_left_alone_is_named(capsys) -> None:
     assert main(["sweep", "fedprox", "mu=1e200,0.1", *TINY, "--engine", "stacked"]) == 1
-    assert "only mu=0.1 came to its end" in capsys.readouterr().out.splitlines()
+    assert "only mu=0.1 finished" in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize("command", [["compare", "pfedsd", "fedprox"], ["sweep", "pfedsd", "lam=0.1,1"]])

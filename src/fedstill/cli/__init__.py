@@ -25,22 +25,22 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "resume": (train.resume, "continue a run that was stopped"),
     "costs": (costs.costs, "what a round costs by method: time, FLOPs, bytes, beside the first paper's numbers"),
     "timeline": (timeline.timeline, "draw a run's rounds in simulated time as a Gantt chart"),
-    "methods": (show.methods, "the methods there are, with their papers and flags"),
-    "models": (show.models, "the models there are"),
-    "data": (show.data, "the data sets and partitions there are; 'fedstill data show' draws who has what"),
+    "methods": (show.methods, "list the methods, with their papers and flags"),
+    "models": (show.models, "list the models"),
+    "data": (show.data, "list the data sets and partitions; 'fedstill data show' draws who has what"),
 }
 
 EXAMPLES = (
     ("fedstill demo", "see it work"),
     ("fedstill run pfedsd --rounds 20 --lam 0.5", "one method, its own flags"),
     ("fedstill compare local fedavg pfedsd --partition shards:2", "side by side, on the same split"),
-    ("fedstill compare all --seeds 3 --out runs/all", "all methods, mean ± std over seeds, kept"),
+    ("fedstill compare all --seeds 3 --out runs/all", "all methods, mean ± std over seeds, saved"),
     ("fedstill sweep pfedsd lam=0.1,0.5,1 --seeds 3", "several values of a field, as one stack where that pays"),
     ("fedstill costs fedavg pfedsd pfedme --model cnn-fmnist --no-time", "FLOPs and bytes of a round"),
     ("fedstill run pfedsd --profile lognormal:0.5 --drop 0.1 --out runs/slow", "on devices that differ, some lost"),
     ("fedstill timeline runs/slow", "who worked and waited when"),
     ("fedstill data show --clients 10 --partition dirichlet:0.5", "who has which classes"),
-    ("fedstill run runs/all/pfedsd/seed-0/experiment.toml --lr 0.05", "a kept run again, one thing changed"),
+    ("fedstill run runs/all/pfedsd/seed-0/experiment.toml --lr 0.05", "a saved run again, with one change"),
 )
 
 

@@ -150,7 +150,7 @@ def take(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
     return {f.name: _typed(f, types[f.name], given[f.name]) for f in settings.fields_of(cls) if f.name in given}
 
 
-def whole(given: Mapping[str, Any], name: str, default: int, least: int = 1) -> int:
+def whole_number(given: Mapping[str, Any], name: str, default: int, least: int = 1) -> int:
     """Return the value of a plain flag that takes a whole number."""
     text = given.get(name, str(default))
     try:

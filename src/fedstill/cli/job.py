@@ -28,7 +28,7 @@ from .live import Watch, watch
 from .screen import results, say
 
 SWEEP = "sweep"  # the command whose experiments differ in one field
-NOT_SAVED = "nothing was written: --out FOLDER keeps the run (settings, metrics, checkpoints, picture)"
+NOT_SAVED = "nothing was written: --out FOLDER saves the run (settings, metrics, checkpoints, picture)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ def plan(methods: Sequence[Method], base: Experiment, given: Mapping[str, Any], 
             raise InputError("flag", Shown(flags.flag(name)), right)
     if given.get("out") == "":
         raise InputError("--out", "", "a folder")
-    seeds = flags.whole(given, "seeds", 1)
+    seeds = flags.whole_number(given, "seeds", 1)
     experiments = {}
     for method in methods:  # a flag that a method has as its own is the method's, elsewhere the experiment's
         own = flags.take(type(method), given)
@@ -213,15 +213,15 @@ def _run_stacked(
         return step
 
     with stoppable(out[0]):
-        found = together.try_together(
+        outcomes = together.try_together(
             experiments,
             outs=out,
             federations=[*federations] * len(labels),
             progress=[step_of(index) for index in range(len(runs))],
             begins=begin,
         )
-    for (label, _), experiment, result, folder in zip(runs, experiments, found, out, strict=True):
-        done.add(label, experiment.seed, result, folder)
+    for (label, _), experiment, outcome, folder in zip(runs, experiments, outcomes, out, strict=True):
+        done.add(label, experiment.seed, outcome, folder)
 
 
 def _report(job: Job, done: Results, facts: Facts) -> None:
@@ -229,14 +229,14 @@ def _report(job: Job, done: Results, facts: Facts) -> None:
     if done.runs:
         results([run for runs in done.runs.values() for run in runs], facts)
         if job.command == SWEEP and len(done.runs) == 1:
-            say(f"only {next(iter(done.runs))} came to its end")
+            say(f"only {next(iter(done.runs))} finished")
         say()
     if job.out is not None:
         pairs = {label: list(zip(done.folders[label], runs, strict=True)) for label, runs in done.runs.items()}
         if done.runs or job.compares:
             folders.save(job.out, job.experiments, pairs, facts, done.failed, job.command)
         if done.runs:
-            say(f"kept in {job.out}")
+            say(f"saved in {job.out}")
             say(folders.draw(job.out, done.runs, facts))
     elif done.runs:
         say(NOT_SAVED)
@@ -246,10 +246,10 @@ def _report(job: Job, done: Results, facts: Facts) -> None:
 
 @contextmanager
 def stoppable(folder: Path | None) -> Iterator[None]:
-    """Within, an interrupt says how to resume a run that is kept in a folder."""
+    """Within, an interrupt says how to resume the run in a folder."""
     try:
         yield
     except KeyboardInterrupt:
         if folder is not None and (folder / folders.RUN).is_file():
-            raise KeyboardInterrupt(f"stopped; 'fedstill resume {folder}' goes on with this run") from None
+            raise KeyboardInterrupt(f"stopped; 'fedstill resume {folder}' continues this run") from None
         raise

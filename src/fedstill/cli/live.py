@@ -67,12 +67,12 @@ def duration(seconds: float) -> str:
     >>> duration(4.2), duration(200), duration(4000)
     ('5 s', '3 min 20 s', '1 h 07 min')
     """
-    whole = int(-(-seconds // 1))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    minutes = -(-whole // 60)
+    rounded = int(-(-seconds // 1))
+    if rounded < 60:
+        return f"{rounded} s"
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60:02d} s"
+    minutes = -(-rounded // 60)
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 

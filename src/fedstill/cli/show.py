@@ -115,7 +115,7 @@ def _presence(present: bool, name: str, files: Sequence[str]) -> str:
     """Return whether a data set's files are on this machine, and if not, what they are or that they can be downloaded."""
     if present:
         return " [here]" if files else ""
-    return " [downloaded when first used]" if name in REMOTES else f" [wants {', '.join(files)}]"
+    return " [downloaded when first used]" if name in REMOTES else f" [needs {', '.join(files)}]"
 
 
 def _show(argv: Sequence[str]) -> None:

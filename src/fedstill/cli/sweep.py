@@ -37,7 +37,7 @@ def plan_sweep(base: Experiment, text: str, given: Mapping[str, Any]) -> Job:
         raise InputError(flags.flag(name), given[name], f"left out: {word} is what is swept")
     experiments = {}
     for value, parsed in zip(values, _switched(word, values) if types[name] is bool else values, strict=True):
-        with flags.named({name: parsed}):
+        with flags.named({**given, name: parsed}):
             job = plan([base.method], base, {**given, name: parsed}, SWEEP)
         experiments[f"{name}={value}"] = job.first
     equal = any(a == b for a, b in itertools.combinations(experiments.values(), 2))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import InputError, Shown
+from ..core.errors import InputError, Shown, first_line
 from ..report import figures
 from ..report import timeline as report
 from ..run.journal import Journal
@@ -16,6 +16,7 @@ from . import flags, folders
 from .screen import say
 from .show import picture
 
+SETTINGS = ("data", "method", "profile", "late", "minimum", "over_select", "deadline", "sampler")  # that are printed
 FIRST = 5  # rounds that are drawn by default
 
 
@@ -78,7 +79,15 @@ def _read(folder: Path) -> tuple[list[report.Line], Mapping[str, Any]]:
         hint = f", such as {inside[0]}" if inside else " (--profile uniform --out FOLDER makes one)"
         raise InputError("run", str(folder), f"the folder of a run in simulated time{hint}")
     # Not read as an Experiment: the run's sampler may be registered in its own script only.
-    return lines, tomllib.loads((folder / folders.RUN).read_text(encoding="utf-8"))
+    try:
+        values = tomllib.loads((folder / folders.RUN).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(
+            "run", str(folder), f"the folder of a run with its {folders.RUN} ({first_line(error)})"
+        ) from None
+    if missing := [name for name in SETTINGS if name not in values]:
+        raise InputError("run", str(folder), f"the folder of a run whose {folders.RUN} has {', '.join(missing)}")
+    return lines, values
 
 
 def _wait_free(values: Mapping[str, Any]) -> str:

@@ -59,7 +59,7 @@ RUN = Usage(
     "run",
     "METHOD|FILE.toml",
     "Run one method with the settings that flags give, or a TOML file whose values flags override. With --out it "
-    "leaves a folder that 'fedstill resume' goes on with; its experiment.toml holds all settings and runs again. "
+    "writes a folder that 'fedstill resume' can continue; its experiment.toml has all settings and can be run again. "
     "'fedstill run METHOD --help' shows that method's flags only; 'fedstill methods' lists the methods.",
     (
         "fedstill run pfedsd",
@@ -175,8 +175,8 @@ def resume(argv: Sequence[str]) -> None:
     """`fedstill resume`."""
     parser = flags.Parser(
         "resume",
-        "Go on with a run from its newest checkpoint, to the same bits as if it had never stopped. FOLDER is what "
-        "--out made; of a comparison or of several seeds, the folder of one run in it.",
+        "Continue a run from its newest checkpoint, to the same bits as if it had never stopped. FOLDER is what "
+        "--out made; for a comparison or several seeds, the folder of one run in it.",
         "FOLDER",
         ("fedstill resume runs/fedprox", "fedstill resume runs/all/pfedsd/seed-0"),
     )

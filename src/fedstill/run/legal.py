@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from .. import scores
+from ..core import settings
 from ..core.errors import InputError, Shown, check_callable, check_path
 from ..core.method import Method
 from ..core.plan import Plan
@@ -31,16 +33,20 @@ def check(method: Method, task: Task, training: Training) -> None:
 
     `task.clients` is the number of clients that train, without `training.newcomers`.
     """
+    largest = torch.finfo(getattr(torch, training.dtype)).max
+    for name, value in {**settings.values_of(training), **settings.values_of(method)}.items():
+        if isinstance(value, float) and abs(value) > largest:
+            raise InputError(name, value, f"at most {largest:g} with dtype {training.dtype}")
     everyone = task.clients + training.newcomers
     scores.newcomers(Plan(training.seed, training.batch_size), everyone, training.newcomers)
     method.check(task)
     if training.fine_tune and training.fine_tune_part == "head":
         task.need_split()
-    wanted = count(task.clients, training.participation)
-    if training.minimum > wanted:
-        raise InputError("minimum", training.minimum, f"at most {wanted}, the clients that are wanted in a round")
+    cohort = count(task.clients, training.participation)
+    if training.minimum > cohort:
+        raise InputError("minimum", training.minimum, f"at most {cohort}, the clients that are wanted in a round")
     Rule.of(method, training)
-    Asynchrony.of(method, training, training, wanted)
+    Asynchrony.of(method, training, training, cohort)
     wait_free.check(method, task, training)
 
 
@@ -116,7 +122,7 @@ def check_out(out: object) -> None:
     check_path("out", out)
     folder = Path(str(out))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        right = "a folder that is new or empty ('fedstill resume FOLDER' goes on with a run)"
+        right = "a folder that is new or empty ('fedstill resume FOLDER' continues a run)"
         raise InputError("out", str(folder), right)
     new = [parent for parent in (folder.absolute(), *folder.absolute().parents) if not parent.exists()]
     try:
