@@ -109,7 +109,7 @@ def _measure(experiments: dict[str, Experiment], timed: bool) -> None:
     notes = [*_notes(found, theirs), facts_line(Facts.of(first, federation))]
     if not theirs:
         notes.append(f"the first paper's Tables 10 and 11 stand beside ours with {published.COMMAND}")
-    elif differing := published.apart(first, len(federation)):
+    elif differing := published.differences(first, len(federation)):
         notes.append(f"not as in the paper: {', '.join(differing)}")
     _print(_amounts(found, theirs), notes)
 
@@ -227,4 +227,4 @@ def _notes(found: dict[str, Cost], theirs: bool) -> list[str]:
     lines += [
         f"{label}: FLOPs could not be counted ({cost.uncounted})" for label, cost in found.items() if cost.uncounted
     ]
-    return [*lines, *published.counted(found)] if theirs else lines
+    return [*lines, *published.counting_notes(found)] if theirs else lines

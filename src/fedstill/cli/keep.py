@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..core.errors import InputError
 from ..report import figures
-from ..report.summary import ours, summary
+from ..report.summary import is_summary, summary
 from ..report.text import Facts
 from ..run.experiment import Experiment
 from ..run.journal import Journal, write
@@ -53,7 +53,7 @@ def is_demo(out: Path) -> bool:
         found = json.loads((out / SUMMARY).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         found = None
-    made = ours(found) and found.get("command") == DEMO
+    made = is_summary(found) and found.get("command") == DEMO
     known = _files(found["methods"]) if made else []
     strange = sorted(entry.relative_to(out).as_posix() for entry in out.rglob("*") if not _belongs(entry, out, known))
     if strange or not made or out.is_symlink():
