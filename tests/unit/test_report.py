@@ -7,7 +7,7 @@ import pytest
 
 import fedstill as fs
 from fedstill.report import bubbles, figures, text
-from fedstill.report.summary import ours
+from fedstill.report.summary import is_summary
 from fedstill.report.summary import summary as summarise
 from fedstill.run.evaluate import Scores, summary
 from fedstill.run.simulation import Run
@@ -106,11 +106,11 @@ def test_the_summary_holds_every_run_and_the_means() -> None:
             ("local/seed-1", made(fs.Local(), [7, 7, 56], seed=1)),
         ]
     }
-    found = json.loads(json.dumps(summarise(experiments, runs, FACTS, {"fedavg": "seed 0: nan"})))
-    assert ours(found)
-    assert found["finished"] is False
-    assert found["failed"] == {"fedavg": "seed 0: nan"}
-    local = found["methods"]["local"]
+    content = json.loads(json.dumps(summarise(experiments, runs, FACTS, {"fedavg": "seed 0: nan"})))
+    assert is_summary(content)
+    assert content["finished"] is False
+    assert content["failed"] == {"fedavg": "seed 0: nan"}
+    local = content["methods"]["local"]
     assert [(run["seed"], run["folder"], run["personal"]) for run in local["runs"]] == [
         (0, "local/seed-0", pytest.approx(0.5)),
         (1, "local/seed-1", pytest.approx(0.7)),
@@ -122,7 +122,7 @@ def test_the_summary_holds_every_run_and_the_means() -> None:
 
 @pytest.mark.parametrize("other", [None, [], {}, {"format": 1}, {"methods": {}, "fedstill": "0"}, "text"])
 def test_what_is_not_our_summary(other: object) -> None:
-    assert not ours(other)
+    assert not is_summary(other)
 
 
 def test_bubbles_in_a_terminal() -> None:

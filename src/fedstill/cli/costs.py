@@ -113,7 +113,7 @@ def _measure(experiments: dict[str, Experiment], timed: bool) -> None:
     notes = [*_notes(costs, as_published), facts_line(Facts.of(first, federation))]
     if not as_published:
         notes.append(f"the first paper's Tables 10 and 11 stand beside ours with {published.COMMAND}")
-    elif differing := published.apart(first, len(federation)):
+    elif differing := published.differences(first, len(federation)):
         notes.append(f"not as in the paper: {', '.join(differing)}")
     _print(_amounts(costs, as_published), notes)
 
@@ -237,4 +237,4 @@ def _notes(costs: dict[str, Cost], as_published: bool) -> list[str]:
     lines += [
         f"{label}: FLOPs could not be counted ({cost.uncounted})" for label, cost in costs.items() if cost.uncounted
     ]
-    return [*lines, *published.counted(costs)] if as_published else lines
+    return [*lines, *published.counting_notes(costs)] if as_published else lines

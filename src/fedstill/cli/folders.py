@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..core.errors import InputError
 from ..report import figures
-from ..report.summary import ours, summary
+from ..report.summary import is_summary, summary
 from ..report.text import Facts
 from ..run.experiment import Experiment
 from ..run.journal import write
@@ -33,7 +33,7 @@ def is_demo(out: Path) -> bool:
         record = json.loads((out / SUMMARY).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         record = None
-    made = ours(record) and record.get("command") == DEMO
+    made = is_summary(record) and record.get("command") == DEMO
     patterns = _patterns(record["methods"]) if made else []
     foreign = sorted(
         entry.relative_to(out).as_posix() for entry in out.rglob("*") if not _belongs(entry, out, patterns)

@@ -1,1 +1,1 @@
-"""What a person reads: tables (`text`), pictures (`figures`), one record of results (`summary`)."""
+"""Results for people: tables (`text`), figures (`figures`, `timeline`), and the record `summary.json` (`summary`)."""

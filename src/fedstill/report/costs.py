@@ -1,4 +1,4 @@
-"""What a round costs, as columns beside the accuracies."""
+"""The costs of a round, as columns beside the accuracies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Means = dict[str, float | None]
 
 
 def means(costs: Sequence[Cost]) -> Means:
-    """Over seeds."""
+    """Return the mean costs over seeds."""
     flops = [None if cost.flops is None else cost.flops.total for cost in costs]
     return {
         "steps": _mean([cost.steps for cost in costs]),
@@ -30,25 +30,25 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return float(np.mean(known)) if known and len(known) == len(values) else None
 
 
-def columns(found: Sequence[Mapping[str, float | None]]) -> list[tuple[str, list[str]]]:
-    """Steps, FLOPs and bytes of a participant's round; what is known of nobody has no column."""
+def columns(rows: Sequence[Mapping[str, float | None]]) -> list[tuple[str, list[str]]]:
+    """Return steps, FLOPs and bytes of a participant's round; a column of which no value is known is left out."""
     out = []
     for name, heading in (("steps", "steps"), ("flops", "FLOPs"), ("bytes", "B")):
-        values = [row[name] for row in found]
+        values = [row[name] for row in rows]
         if any(value is not None for value in values):
             out.append(scaled(heading, values, plain=name == "steps"))
     return out
 
 
 def scaled(heading: str, values: Sequence[float | None], plain: bool = False) -> tuple[str, list[str]]:
-    """A column in the largest unit that its largest number fills: a heading such as MFLOPs, and three digits or so."""
-    most = max((value for value in values if value is not None), default=0.0)
-    size, prefix = next(((s, p) for s, p in PREFIXES if most >= s), (1.0, "")) if not plain else (1.0, "")
+    """Return a column in the largest unit that its largest number reaches: a heading such as MFLOPs, about three digits."""
+    largest = max((value for value in values if value is not None), default=0.0)
+    size, prefix = next(((s, p) for s, p in PREFIXES if largest >= s), (1.0, "")) if not plain else (1.0, "")
     return (prefix + heading).strip(), [NONE if value is None else short(value / size) for value in values]
 
 
 def short(value: float) -> str:
-    """A number with about three digits.
+    """Format a number with about three digits.
 
     >>> short(0), short(0.1034), short(25.13), short(1717.47)
     ('0', '0.10', '25.1', '1,717')
@@ -58,9 +58,9 @@ def short(value: float) -> str:
     return f"{value:,.{2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0}f}"
 
 
-def notes(costs: Mapping[str, Cost], found: Sequence[Mapping[str, float | None]]) -> list[str]:
-    """What these columns are, and what could not be counted."""
-    headings = [heading for heading, _ in columns(found)]
+def notes(costs: Mapping[str, Cost], rows: Sequence[Mapping[str, float | None]]) -> list[str]:
+    """Explain the columns, and name what could not be counted."""
+    headings = [heading for heading, _ in columns(rows)]
     if not headings:
         return []
     counts = "products and convolutions, client of mean size; bytes down + up"

@@ -1,4 +1,4 @@
-"""Results as pictures (matplotlib; drawn without a screen and without global state)."""
+"""Results as figures (matplotlib; drawn without a display and without global state)."""
 
 from __future__ import annotations
 
@@ -22,48 +22,52 @@ if TYPE_CHECKING:
 MISSING = "pip install 'fedstill[figures]' draws pictures (matplotlib is not installed)"
 # Okabe & Ito's colours, which readers with any colour vision can tell apart; yellow left out: too pale for a line
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-STROKES = ("-", "--", ":", "-.")  # one a pass through the colours
+LINESTYLES = ("-", "--", ":", "-.")  # the next one when the colours are used up
 INK, PALE = "#222222", "#8a8a8a"
-CLIENTS = 100  # the most that a bubble chart shows
+CLIENTS = 100  # the most in a bubble chart
 
 
 def compare_figure(runs: Mapping[str, Sequence[Run]], path: str | Path, facts: Facts = UNKNOWN) -> None:
-    """Left: personal accuracy by round, with a band of ± std where there are several seeds. Right: the clients of the
-    last round, each a dot, under a box of their quartiles; best mean on top. Where it was measured, the forgetting gap
-    by round stands beside them."""
-    watched = {label: same for label, same in runs.items() if all(_gaps(run) for run in same)}
+    """Draw a comparison of methods.
+
+    Left: personal accuracy by round, with a band of ± std where there are several seeds. Right: the clients of the last
+    round, each a dot, on a box of their quartiles; best mean on top. Next to them the forgetting gap by round, where it was
+    measured.
+    """
+    watched = {label: seeds for label, seeds in runs.items() if all(_gaps(run) for run in seeds)}
     figure = _figure(16.0 if watched else 11.5, max(4.6, 2.2 + 0.42 * len(runs)))
-    left, right, *beside = figure.subplots(1, 3 if watched else 2, width_ratios=(1.25, 1, 1) if watched else (1.25, 1))
+    left, right, *third = figure.subplots(1, 3 if watched else 2, width_ratios=(1.25, 1, 1) if watched else (1.25, 1))
     styles = {
-        label: (COLOURS[i % len(COLOURS)], STROKES[i // len(COLOURS) % len(STROKES)]) for i, label in enumerate(runs)
+        label: (COLOURS[i % len(COLOURS)], LINESTYLES[i // len(COLOURS) % len(LINESTYLES)])
+        for i, label in enumerate(runs)
     }
-    final = {label: float(np.mean([Evaluation().of(run.history) for run in same])) for label, same in runs.items()}
+    final = {label: float(np.mean([Evaluation().of(run.history) for run in seeds])) for label, seeds in runs.items()}
     order = sorted(runs, key=lambda label: -final[label])
     _curves(left, runs, order, styles)
     _clients(right, runs, order, styles, final)
     if watched:
-        _forgetting(beside[0], {label: watched[label] for label in order if label in watched}, styles)
-    seeds = max(len(same) for same in runs.values())
-    known = facts_line(facts)
+        _forgetting(third[0], {label: watched[label] for label in order if label in watched}, styles)
+    most_seeds = max(map(len, runs.values()))
+    origin = facts_line(facts)
     where = f" on {facts.data}, {facts.clients} clients" if facts.data else ""
-    methods = {run.method.id for same in runs.values() for run in same}
+    methods = {run.method.id for seeds in runs.values() for run in seeds}
     title = f"Personal accuracy{where}" if len(methods) > 1 else f"{methods.pop()}: personal accuracy{where}"
     figure.legend(  # above the panels, where it hides no line
         *left.get_legend_handles_labels(), loc="outside upper left", ncols=8, frameon=False, fontsize=10, title=title,
         title_fontproperties={"size": 14, "weight": "bold"}, alignment="left", borderpad=0.2,
     )  # fmt: skip
-    below = [f"Score: {Evaluation()}, each on its own test data" + (f"; {seeds} seeds" if seeds > 1 else "")]
-    _note(figure, "\n".join([*below, *([known] if known else [])]))
+    lines = [f"Score: {Evaluation()}, each on its own test data" + (f"; {most_seeds} seeds" if most_seeds > 1 else "")]
+    _note(figure, "\n".join([*lines, *([origin] if origin else [])]))
     _save(figure, path)
 
 
 def _curves(axes: Axes, runs: Mapping[str, Sequence[Run]], order: Sequence[str], styles: Mapping[str, Any]) -> None:
     for label in order:
-        colour, stroke = styles[label]
+        colour, linestyle = styles[label]
         rounds, values = _by_round(runs[label], "personal")
         mean = values.mean(axis=0)
         mark = "o" if len(rounds) == 1 else ""
-        axes.plot(rounds, mean, color=colour, linestyle=stroke, linewidth=2, marker=mark, label=label)
+        axes.plot(rounds, mean, color=colour, linestyle=linestyle, linewidth=2, marker=mark, label=label)
         if len(values) > 1:
             spread = values.std(axis=0, ddof=1)
             axes.fill_between(rounds, mean - spread, mean + spread, color=colour, alpha=0.18, linewidth=0)
@@ -75,35 +79,35 @@ def _curves(axes: Axes, runs: Mapping[str, Sequence[Run]], order: Sequence[str],
     axes.set_title(f"Mean over clients{band}", loc="left", fontsize=11, color=INK)
     axes.set_xlabel("communication round")
     axes.set_ylabel("test accuracy (%)")
-    _whole(axes)
+    _integer_ticks(axes)
     axes.margins(x=0.02)
     axes.grid(axis="y", color="#e6e6e6")
 
 
 def _forgetting(axes: Axes, runs: Mapping[str, Sequence[Run]], styles: Mapping[str, Any]) -> None:
-    """The gap by round; of several seeds the mean over those that have one in that round."""
-    for label, same in runs.items():
-        colour, stroke = styles[label]
-        rounds = sorted({t for run in same for t in _gaps(run)})
-        means = [100 * float(np.mean([_gaps(run)[t] for run in same if t in _gaps(run)])) for t in rounds]
+    """Draw the gap by round, averaged over the seeds that have one in that round."""
+    for label, seeds in runs.items():
+        colour, linestyle = styles[label]
+        rounds = sorted({t for run in seeds for t in _gaps(run)})
+        means = [100 * float(np.mean([_gaps(run)[t] for run in seeds if t in _gaps(run)])) for t in rounds]
         mark = "o" if len(rounds) == 1 else ""
-        axes.plot(rounds, means, color=colour, linestyle=stroke, linewidth=2, marker=mark)
+        axes.plot(rounds, means, color=colour, linestyle=linestyle, linewidth=2, marker=mark)
     axes.axhline(0, color=PALE, linewidth=0.8)
     axes.set_title("Forgetting: last own model − download", loc="left", fontsize=11, color=INK)
     axes.set_xlabel("communication round")
     axes.set_ylabel("test accuracy (points), mean over participants")
-    _whole(axes)
+    _integer_ticks(axes)
     axes.margins(x=0.02)
     axes.grid(axis="y", color="#e6e6e6")
 
 
 def _gaps(run: Run) -> dict[int, float]:
-    """The forgetting gap by round, where it was measured."""
+    """Return the forgetting gap by round, where it was measured."""
     return {int(record["round"]): float(record["forgetting"]) for record in run.history if "forgetting" in record}
 
 
 def _by_round(runs: Sequence[Run], key: str) -> tuple[list[int], NDArray[np.float64]]:
-    """The rounds that were scored, and a row of percentages for each run."""
+    """Return the rounds that were scored, and a row of percentages for each run."""
     histories = [[record for record in run.history if key in record] for run in runs]
     rounds = [int(record["round"]) for record in histories[0]]
     return rounds, 100 * np.array([[float(record[key]) for record in history] for history in histories])
@@ -119,11 +123,11 @@ def _clients(
     for row, label in enumerate(reversed(order)):
         colour, _ = styles[label]
         rates = 100 * np.array([rate for run in runs[label] for rate in scored(run)["personal_clients"].values()])
-        low, first, middle, third, high = np.percentile(rates, (10, 25, 50, 75, 90))
-        axes.hlines([row, row], [low, third], [first, high], color=colour, linewidth=1.2)
-        axes.barh(row, third - first, left=first, height=0.56, color=colour, alpha=0.16)
-        axes.vlines(middle, row - 0.28, row + 0.28, color=colour, linewidth=1.4)
-        # a low-discrepancy sequence spreads the dots without chance, so the same run gives the same picture
+        p10, p25, median, p75, p90 = np.percentile(rates, (10, 25, 50, 75, 90))
+        axes.hlines([row, row], [p10, p75], [p25, p90], color=colour, linewidth=1.2)
+        axes.barh(row, p75 - p25, left=p25, height=0.56, color=colour, alpha=0.16)
+        axes.vlines(median, row - 0.28, row + 0.28, color=colour, linewidth=1.4)
+        # a low-discrepancy sequence instead of random jitter, so that the same run gives the same figure
         spread = (np.arange(len(rates)) * 0.6180339887 % 1 - 0.5) * 0.44
         many = len(rates) > 400
         axes.scatter(rates, row + spread, s=4 if many else 16, color=colour, alpha=0.35 if many else 0.6, linewidths=0)
@@ -133,8 +137,8 @@ def _clients(
             color=colour, fontweight="bold", annotation_clip=False,
         )  # fmt: skip
     axes.set_yticks(range(len(order)), list(reversed(order)))
-    middle_row, reach = (len(order) - 1) / 2, max(len(order), 3) / 2 + 0.1
-    axes.set_ylim(middle_row - reach, middle_row + reach)
+    centre, margin = (len(order) - 1) / 2, max(len(order), 3) / 2 + 0.1
+    axes.set_ylim(centre - margin, centre + margin)
     axes.set_title("Clients after the last round", loc="left", fontsize=11, color=INK)
     axes.set_xlabel("test accuracy (%): dots clients, diamond mean,\nbox quartiles, line median, whiskers 10–90 %")
     axes.grid(axis="x", color="#e6e6e6")
@@ -142,8 +146,8 @@ def _clients(
 
 
 def bubbles(counts: Counts, path: str | Path, title: str = "", note: str = "") -> None:
-    """Clients × classes, each bubble's area by the number of samples."""
-    whole, classes = counts.shape
+    """Draw clients × classes, each bubble's area proportional to the number of samples."""
+    total, classes = counts.shape
     counts = counts[:CLIENTS]
     clients = len(counts)
     cell = min(0.36, 14 / max(clients, classes))  # inches
@@ -161,7 +165,7 @@ def bubbles(counts: Counts, path: str | Path, title: str = "", note: str = "") -
     axes.set_ylabel("class")
     axes.set_axisbelow(True)
     axes.grid(color="#efefef")
-    shown = f" (the first {clients} of {whole:,} clients)" if whole > clients else ""
+    shown = f" (the first {clients} of {total:,} clients)" if total > clients else ""
     axes.set_title(f"{title or 'Samples of each class at each client'}{shown}", loc="left", fontsize=12, color=INK)
     steps = sorted({max(1, round(largest * share)) for share in (0.1, 0.5, 1.0)})
     marks = [axes.scatter([], [], s=area * n / largest, color=COLOURS[0], alpha=0.85, linewidths=0) for n in steps]
@@ -175,7 +179,7 @@ def bubbles(counts: Counts, path: str | Path, title: str = "", note: str = "") -
 
 
 def available() -> bool:
-    """Whether pictures can be drawn."""
+    """Return whether matplotlib is installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -183,8 +187,8 @@ def available() -> bool:
     return True
 
 
-def _whole(axes: Axes) -> None:
-    """Whole numbers only along the horizontal axis."""
+def _integer_ticks(axes: Axes) -> None:
+    """Put only integers on the horizontal axis."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -202,7 +206,7 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _save(figure: Figure, path: str | Path) -> None:
-    """Write the picture whole or not at all; a Figure of its own draws with Agg (or the format's own backend)."""
+    """Write the figure atomically; one made without pyplot draws with Agg (or the format's own backend)."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color("#bbbbbb")
@@ -210,9 +214,9 @@ def _save(figure: Figure, path: str | Path) -> None:
         axes.set_axisbelow(True)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.stem}.part{path.suffix}")
+    partial = path.with_name(f".{path.stem}.part{path.suffix}")
     try:
-        figure.savefig(part)
-        part.replace(path)
+        figure.savefig(partial)
+        partial.replace(path)
     finally:
-        part.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)

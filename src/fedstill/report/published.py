@@ -14,25 +14,25 @@ COMMAND = "--data cifar100 --model cnn-cifar100 --clients 20 --participation 0.6
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedCosts:
     """A method's rows in Tables 10 and 11, in the paper's own units."""
 
     seconds: float
     shares: tuple[float, float, float]  # per cent: communication, client, server
     megabytes: float
-    gigaflops: tuple[float, ...]  # pFedSD: with the past predictions kept, and with the past model run again
+    gigaflops: tuple[float, ...]  # pFedSD: with stored predictions, and with the past model run again
 
 
 ROWS = {
-    "fedavg": Row(5.69, (12.70, 83.00, 4.30), 2.15, (906.15,)),
-    "fedprox": Row(6.26, (11.91, 84.69, 3.39), 2.15, (906.25,)),
-    "fedper": Row(5.42, (11.66, 85.41, 2.93), 2.12, (906.15,)),
-    "lg-fedavg": Row(5.34, (13.14, 85.75, 1.11), 0.03, (906.15,)),
-    "pfedme": Row(9.31, (8.11, 90.20, 1.69), 2.15, (906.35,)),
-    "fedfomo": Row(38.78, (4.14, 95.58, 0.28), 7.53, (951.47,)),
-    "pfedsd": Row(7.23, (8.27, 90.63, 1.10), 2.15, (906.15, 966.56)),
+    "fedavg": PublishedCosts(5.69, (12.70, 83.00, 4.30), 2.15, (906.15,)),
+    "fedprox": PublishedCosts(6.26, (11.91, 84.69, 3.39), 2.15, (906.25,)),
+    "fedper": PublishedCosts(5.42, (11.66, 85.41, 2.93), 2.12, (906.15,)),
+    "lg-fedavg": PublishedCosts(5.34, (13.14, 85.75, 1.11), 0.03, (906.15,)),
+    "pfedme": PublishedCosts(9.31, (8.11, 90.20, 1.69), 2.15, (906.35,)),
+    "fedfomo": PublishedCosts(38.78, (4.14, 95.58, 0.28), 7.53, (951.47,)),
+    "pfedsd": PublishedCosts(7.23, (8.27, 90.63, 1.10), 2.15, (906.15, 966.56)),
 }
-WHY = {  # where a method's own numbers differ from the paper's, and why
+REASONS = {  # why a method's numbers differ from the paper's
     "lg-fedavg": "the paper's 0.03 is the last layer alone, 2 × 12,900; its text says the last two layers, which would be 0.09",
     "pfedme": "a batch costs K gradients, as its own paper has it (--k); the first paper counts one",
     "fedfomo": "M other models come down, and not the mean, which a client has no use for: 1 + M models travel, the paper's 7.53 "
@@ -43,18 +43,18 @@ WHY = {  # where a method's own numbers differ from the paper's, and why
 
 
 def applies(experiment: Experiment, shape: tuple[int, ...], classes: int) -> bool:
-    """Whether model and data are those of the paper's tables."""
+    """Return whether model and data are those of the paper's tables."""
     return experiment.model == MODEL and shape == SHAPE and classes == CLASSES
 
 
-def apart(experiment: Experiment, clients: int) -> list[str]:
-    """The settings that differ from the paper's, in words."""
+def differences(experiment: Experiment, clients: int) -> list[str]:
+    """Describe the settings that differ from the paper's."""
     ours = {**{name: getattr(experiment, name) for name in SETTING}, "clients": clients}
     return [f"{name} {ours[name]:g} (the paper's {right:g})" for name, right in SETTING.items() if ours[name] != right]
 
 
 def cell(label: str, text: str) -> str:
-    """`text` filled with a method's published numbers; – for a method that the paper does not have."""
+    """Fill `text` with a method's published numbers; return – for a method that the paper does not have."""
     return (
         text.format(row=ROWS[label], flops=" / ".join(f"{g:.2f}" for g in ROWS[label].gigaflops))
         if label in ROWS
@@ -62,13 +62,13 @@ def cell(label: str, text: str) -> str:
     )
 
 
-def counted(labels: Iterable[str]) -> list[str]:
-    """Why Table 11's numbers are not ours."""
+def counting_notes(labels: Iterable[str]) -> list[str]:
+    """Explain why Table 11's numbers differ from ours."""
     return [
         'the paper\'s "MB" are millions of numbers, down and up: 2 × 1,075,044 = 2.15 M; in float32 that is 8.60 MB',
         "the paper's \"FLOPs\" are multiply-adds (ours are two each) with the convolutions' biases, a training step taken as "
         "three forward passes: 25,170,944 × 3 × 5 epochs × 2,400 samples = 906.15 G; so counted, without the biases (0.25 %), "
         "ours stand under 'ours by its rule'. Autograd computes no gradient for the images, so our backward is less than "
         "twice the forward pass, and pFedSD's one forward pass more a larger share",
-        *(f"{label}: {WHY[label]}" for label in labels if label in WHY),
+        *(f"{label}: {REASONS[label]}" for label in labels if label in REASONS),
     ]

@@ -1,4 +1,4 @@
-"""Simulated rounds as a Gantt chart and in a few lines of text, from a run's timeline.jsonl."""
+"""Simulated rounds as a Gantt chart and as a few lines of text, from a run's timeline.jsonl."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .figures import COLOURS, INK, _figure, _note, _save
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Line: TypeAlias = Mapping[str, Any]  # of timeline.jsonl: a round
-PARTS = {  # of a client's round, each with its colour
+Line: TypeAlias = Mapping[str, Any]  # a line of timeline.jsonl: one round
+STAGES = {  # the stages of a client's round, each with its colour
     "download": COLOURS[4],
     "generic": COLOURS[0],
     "personal": COLOURS[3],
@@ -27,70 +27,70 @@ NAMES = {
     "personal": "work, personal model",
     "upload": "upload",
 }
-MARKS = {  # what became of a reply that was not merged in time: marker, colour, in words
+MARKS = {  # the states of a reply that was not merged in time: marker, colour, in words
     "dropped": ("x", COLOURS[1], "dropped out"),
     "refused": ("|", INK, "refused"),
     "late": (">", COLOURS[1], "came too late"),
 }
 WORKED = ("merged", "late", "under way")
-CLIENTS = 40  # the most that the picture shows
+CLIENTS = 40  # the most in a chart
 
 
 def summary(lines: Sequence[Line], late: str = "drop", mode: str = "sync") -> list[str]:
-    """What the rounds took, where the clients' time went, and what became of the replies."""
-    lengths = [line["end"] - line["start"] for line in lines]
+    """Describe how long the rounds took, how the clients spent their time, and what happened to the replies."""
+    durations = [line["end"] - line["start"] for line in lines]
     shares = _shares(lines)
     counts = {name: sum(line["state"].count(name) for line in lines) for name in ("merged", *MARKS)}
     folded = sum(len(line["folded"]) for line in lines)
     fate = f" ({folded} of them merged later)" if late == "fold" else " (not merged)"
     asked = sum(len(line["clients"]) for line in lines)
-    said = [f"{counts['merged']:,} merged in time", f"{counts['late']:,} late{fate if counts['late'] else ''}"]
+    replies = [f"{counts['merged']:,} merged in time", f"{counts['late']:,} late{fate if counts['late'] else ''}"]
     if mode != "sync":  # replies are merged as they arrive
-        said = [f"{counts['merged'] + folded:,} merged ({folded:,} of them with later ones)"]
-    said += [f"{counts['dropped']:,} dropped out", f"{counts['refused']:,} refused"]
+        replies = [f"{counts['merged'] + folded:,} merged ({folded:,} of them with later ones)"]
+    replies += [f"{counts['dropped']:,} dropped out", f"{counts['refused']:,} refused"]
     return [
-        f"rounds {lines[0]['round']}–{lines[-1]['round']}: {sum(lengths):,.4g} simulated seconds, "
-        f"{min(lengths):,.4g} to {max(lengths):,.4g} a round",
+        f"rounds {lines[0]['round']}–{lines[-1]['round']}: {sum(durations):,.4g} simulated seconds, "
+        f"{min(durations):,.4g} to {max(durations):,.4g} a round",
         "clients that worked: " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()),
-        f"asked {asked:,}: " + ", ".join(said),
+        f"asked {asked:,}: " + ", ".join(replies),
     ]
 
 
 def _shares(lines: Sequence[Line]) -> dict[str, float]:
-    """Of the time of clients that worked, from the order to the end of the round or of their work: what went where.
+    """Return the share of each stage in the time of clients that worked, from the order to the end of the round or work.
 
-    Wait-free, what a client does while it sends or waits is personal work, and that is what counts.
+    In wait-free training the time in which a client trains its personal model while it sends or waits counts as training.
     """
-    total = dict.fromkeys((*PARTS, "waiting"), 0.0)
+    total = dict.fromkeys((*STAGES, "waiting"), 0.0)
     for line in lines:
         for i, state in enumerate(line["state"]):
             if state in WORKED:
-                spent = {name: line[name][i] for name in PARTS}
+                spent = {name: line[name][i] for name in STAGES}
                 length = line["end"] - line["start"]
                 if line.get("ahead"):
-                    held = line["hold"][i]
-                    meanwhile = min(spent["personal"], max(0.0, length - spent["download"] - held - spent["generic"]))
-                    spent |= {"personal": meanwhile + held, "upload": max(0.0, spent["upload"] - meanwhile)}
+                    hold = line["hold"][i]
+                    overlap = min(spent["personal"], max(0.0, length - spent["download"] - hold - spent["generic"]))
+                    spent |= {"personal": overlap + hold, "upload": max(0.0, spent["upload"] - overlap)}
                 total["waiting"] += max(0.0, length - sum(spent.values()))
                 for name, value in spent.items():
                     total[name] += value
-    whole = sum(total.values()) or 1.0
-    return {NAMES.get(name, name): value / whole for name, value in total.items() if value or name == "waiting"}
+    everything = sum(total.values()) or 1.0
+    return {NAMES.get(name, name): value / everything for name, value in total.items() if value or name == "waiting"}
 
 
 def draw(panels: Mapping[str, Sequence[Line]], path: str | Path, note: str = "") -> None:
-    """For each run, by its title: a row for the server and for each client, fastest on top; a column of bars for each round.
+    """Draw a panel per run, by title: a row for the server and for each client, fastest on top, with bars for each round.
 
-    Several runs lie one above the other on one axis of time.
+    The panels are stacked and share the axis of time.
     """
     orders = {title: _order(lines) for title, lines in panels.items()}
     heights = [max(1.6, 0.24 * (len(order) + 1)) for order, _ in orders.values()]
     figure = _figure(12.5, max(3.2, 1.9 + sum(heights) + 0.75 * (len(panels) - 1)))
-    every = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    panel_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     seen: set[str] = set()
     first = min(lines[0]["start"] for lines in panels.values())
     last = max(_end(lines) for lines in panels.values())
-    for axes, (title, lines) in zip(every, panels.items(), strict=True):
+    for axes, (title, lines) in zip(panel_axes, panels.items(), strict=True):
         order, _ = orders[title]
         row = {k: i + 1 for i, k in enumerate(order)}
         for line in lines:
@@ -104,35 +104,36 @@ def draw(panels: Mapping[str, Sequence[Line]], path: str | Path, note: str = "")
         axes.grid(visible=False)
         if len(panels) > 1:
             axes.set_title(title, loc="left", fontsize=10.5, pad=16)
-    every[-1].set_xlabel("simulated time (s)")
-    _legend(every[0], seen, next(iter(panels)) if len(panels) == 1 else "Simulated time")
-    short = [(len(order), count) for order, count in orders.values() if count > len(order)]
-    if short:
-        note = f"{short[0][0]} of the {short[0][1]:,} clients that were asked, from the fastest to the slowest. {note}"
+    panel_axes[-1].set_xlabel("simulated time (s)")
+    _legend(panel_axes[0], seen, next(iter(panels)) if len(panels) == 1 else "Simulated time")
+    thinned = [(len(order), count) for order, count in orders.values() if count > len(order)]
+    if thinned:
+        shown, count = thinned[0]
+        note = f"{shown} of the {count:,} clients that were asked, from the fastest to the slowest. {note}"
     if note:
         _note(figure, note)
     _save(figure, path)
 
 
 def _order(lines: Sequence[Line]) -> tuple[list[int], int]:
-    """The clients from the fastest to the slowest, evenly thinned where they are many, and how many there were."""
+    """Return the clients from the fastest to the slowest, evenly thinned to CLIENTS, and their number before."""
     everyone = {k for line in lines for k in line["clients"]}
-    took: dict[int, list[float]] = {k: [] for k in everyone}
+    durations: dict[int, list[float]] = {k: [] for k in everyone}
     for line in lines:
         for i, k in enumerate(line["clients"]):
             if line["state"][i] in WORKED:
-                took[k].append(sum(line[name][i] for name in PARTS))
-    order = sorted(everyone, key=lambda k: (float(np.mean(took[k])) if took[k] else np.inf, k))
+                durations[k].append(sum(line[name][i] for name in STAGES))
+    order = sorted(everyone, key=lambda k: (float(np.mean(durations[k])) if durations[k] else np.inf, k))
     if len(order) > CLIENTS:
         return [order[i] for i in np.linspace(0, len(order) - 1, CLIENTS).round().astype(int)], len(everyone)
     return order, len(everyone)
 
 
 def _end(lines: Sequence[Line]) -> float:
-    """Where the picture ends: with the last round, and not much later where a reply comes late."""
+    """Return where the chart ends: with the last round, or a little later where a reply is late."""
     start, end = lines[0]["start"], lines[-1]["end"]
-    longest = max([end, *(_arrival(line, i) for line in lines for i in range(len(line["clients"])))])
-    return float(start + min(longest - start, 1.15 * (end - start)))
+    latest = max([end, *(_arrival(line, i) for line in lines for i in range(len(line["clients"])))])
+    return float(start + min(latest - start, 1.15 * (end - start)))
 
 
 def _server(axes: Axes, line: Line) -> None:
@@ -150,42 +151,42 @@ def _clients(axes: Axes, line: Line, row: Mapping[int, int], seen: set[str]) -> 
     shown = [(i, row[k]) for i, k in enumerate(line["clients"]) if k in row]
     if not shown:
         return
-    places = np.array([i for i, _ in shown])
+    positions = np.array([i for i, _ in shown])
     rows = np.array([r for _, r in shown])
     left = np.full(len(shown), float(line["start"]))
     ahead = bool(line.get("ahead"))
     height = 0.34 if ahead else 0.72
     above, below = (rows - 0.19, rows + 0.19) if ahead else (rows, rows)  # wait-free: messages above, work below
-    for name, colour in PARTS.items():
-        width = np.array(line[name])[places]
+    for name, colour in STAGES.items():
+        width = np.array(line[name])[positions]
         if width.any():
             seen.add(name)
         if ahead and name == "generic":
-            left = left + np.array(line["hold"])[places]
+            left = left + np.array(line["hold"])[positions]
         message = name in ("download", "upload")
         axes.barh(above if message else below, width, left=left, height=height, color=colour, linewidth=0)
         if not (ahead and name == "personal"):
             left = left + width
-    states = np.array(line["state"])[places]
+    states = np.array(line["state"])[positions]
     merged = states == "merged"
     axes.barh(above[merged], line["end"] - left[merged], left=left[merged], height=height, color=WAIT, linewidth=0)
     for state, (marker, colour, _) in MARKS.items():
-        chosen = states == state
-        if chosen.any():
+        matching = states == state
+        if matching.any():
             seen.add(state)
-            axes.scatter(left[chosen], rows[chosen], marker=marker, s=34, color=colour, linewidths=1.6, zorder=4)
+            axes.scatter(left[matching], rows[matching], marker=marker, s=34, color=colour, linewidths=1.6, zorder=4)
 
 
 def _arrival(line: Line, i: int) -> float:
-    parts = ("download", "hold", "generic", "upload") if line.get("ahead") else PARTS
-    return float(line["start"] + sum(line[name][i] for name in parts))
+    stages = ("download", "hold", "generic", "upload") if line.get("ahead") else STAGES
+    return float(line["start"] + sum(line[name][i] for name in stages))
 
 
 def _legend(axes: Axes, seen: set[str], title: str) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles: list[Any] = [Patch(color=colour, label=NAMES[name]) for name, colour in PARTS.items() if name in seen]
+    handles: list[Any] = [Patch(color=colour, label=NAMES[name]) for name, colour in STAGES.items() if name in seen]
     handles += [Patch(color=WAIT, label="waiting"), Patch(color=MERGE, label="merging")]
     handles += [
         Line2D([], [], linestyle="", marker=marker, color=colour, markersize=6, markeredgewidth=1.6, label=words)
