@@ -10,6 +10,7 @@ import torch
 
 import fedstill as fs
 from fedstill import methods
+from fedstill.core import tree
 from fedstill.core.errors import CannotStack
 from fedstill.run import together
 from fedstill.run.experiment import Training
@@ -184,6 +185,23 @@ def test_late_replies_are_counted_and_dropped_but_the_client_keeps_what_it_learn
     assert identical({"m": own.generic()}, {"m": never.generic()})  # nobody else sees it
 
 
+@pytest.mark.parametrize("method", [fs.SCAFFOLD(), fs.FedDyn(), fs.L2GD()], ids=lambda m: m.id)
+def test_what_must_agree_with_the_server_is_as_if_a_late_client_had_not_been_asked(
+    method: fs.Method, tmp_path: Path
+) -> None:
+    profile = devices(tmp_path, [1, 1, 1, 1, 1, 1, 1, 4])
+    found = simulated(method, profile=profile, deadline=2.0, participation=1.0, rounds=5)
+    assert sum(record["late"] == [7] for record in found.history) > 0
+    cohorts = [record["participants"] for record in found.history]
+    never = with_cohorts(method, cohorts, participation=1.0, rounds=5)
+    assert identical({"": tree.flatten(found.server)}, {"": tree.flatten(never.server)})
+    for k in range(8):
+        ours, theirs = found.memory(k), never.memory(k)
+        assert ours.keys() >= method.coupled
+        for name in method.coupled:
+            assert identical({"": tree.flatten({"": ours[name]})}, {"": tree.flatten({"": theirs[name]})})
+
+
 def test_folded_replies_are_merged_where_they_arrive_with_their_own_weights(tmp_path: Path) -> None:
     profile = devices(tmp_path, [1, 1, 1, 1, 1, 1, 1, 3])
     how = dict(profile=profile, deadline=2.0, late="fold", participation=1.0, rounds=2)
@@ -198,6 +216,28 @@ def test_folded_replies_are_merged_where_they_arrive_with_their_own_weights(tmp_
     for name, value in found.generic().items():
         by_hand = sum(n * up[name] for n, up in merged) / sum(n for n, _ in merged)
         torch.testing.assert_close(value, by_hand, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", [fs.CD2PFed(p=0.6), fs.FedFomo(m=2)], ids=lambda m: m.id)
+def test_a_folded_reply_is_read_by_what_its_client_was_sent(method: fs.Method, tmp_path: Path) -> None:
+    """CD2-pFed's uploads have other sizes in other rounds; FedFomo credits the models that a client was sent."""
+    profile, spy = devices(tmp_path, [1, 1, 1, 1, 1, 1, 1, 3]), Spy()
+    how = dict(profile=profile, deadline=2.0, late="fold", participation=1.0, rounds=6)
+    found = simulated(method, transport=spy.transport, **how)
+    assert sum(len(record["folded"]) for record in found.history) > 1
+    assert tree.finite(found.server)
+    if method.id == "fedfomo":
+        sent = {(order.round, order.client): order.down["who"] for order in spy.orders if order.kind == "train"}
+        credit = torch.zeros(8, 8, dtype=torch.float64)
+        for reply in spy.trained():
+            taken = reply.client in found.history[reply.round - 1]["participants"]
+            folded = any(reply.client in record["folded"] for record in found.history[reply.round :][:2])
+            if taken or folded:
+                for m, weight in zip(sent[reply.round, reply.client].tolist(), reply.up["weights"], strict=True):
+                    credit[reply.client, m] += weight if m >= 0 else 0
+        for client, row in found.server["affinity"].items():
+            assert torch.allclose(credit[int(client), : len(row)], row, atol=1e-12)
+            assert credit[int(client), len(row) :].abs().sum() == 0
 
 
 def test_over_selection_takes_the_first(tmp_path: Path) -> None:
