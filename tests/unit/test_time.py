@@ -235,6 +235,7 @@ def test_a_folded_reply_is_read_by_what_its_client_was_sent(method: fs.Method, t
             if taken or folded:
                 for m, weight in zip(sent[reply.round, reply.client].tolist(), reply.up["weights"], strict=True):
                     credit[reply.client, m] += weight if m >= 0 else 0
+        assert credit[7].sum() > 0  # of folded replies alone
         for client, row in found.server["affinity"].items():
             assert torch.allclose(credit[int(client), : len(row)], row, atol=1e-12)
             assert credit[int(client), len(row) :].abs().sum() == 0
