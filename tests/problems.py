@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from fedstill.run.prepare import Simulation
 from fedstill.run.session import Session, Start, Transports
 from fedstill.server.coordinator import Coordinator
 from fedstill.transport.local import LocalTransport
-from fedstill.transport.messages import Reply
+from fedstill.transport.messages import Order, Reply
 
 SIZES = ((13, 5), (7, 3), (1, 2), (10, 4), (5, 1))
 CLASSES = 3
@@ -241,11 +241,19 @@ def rows(history: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 class Spy(list[tuple[Reply, Tree]]):
     """Every reply that passes, each with what its client keeps after it. `transport` is the transport to give to a run."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.orders: list[Order] = []
+
     def transport(self, edge: Edge) -> LocalTransport:
         """Return a transport that notes what it carries."""
         spy = self
 
         class Watched(LocalTransport):
+            def dispatch(self, orders: Sequence[Order]) -> None:
+                spy.orders += orders
+                super().dispatch(orders)
+
             def replies(self, timeout: float | None = None) -> Iterator[Reply]:
                 for reply in super().replies(timeout):
                     spy.append((reply, edge.store.get(reply.run * edge.clients + reply.client)))

@@ -12,22 +12,40 @@ import torch
 import fedstill as fs
 from fedstill import methods
 from fedstill.core import tree
+from fedstill.core.errors import CannotStack
+from fedstill.core.method import Upload
 from fedstill.engine.bench import Work
-from fedstill.run import fleet, simulation
+from fedstill.run import together
 from fedstill.run.experiment import Training
-from fedstill.server.coordinator import epochs
+from fedstill.run.prepare import Simulation, prepare
+from fedstill.run.session import Start, start
 from fedstill.timing.asynchronous import Asynchrony
-from fedstill.timing.schedule import MERGE
+from fedstill.timing.schedule import MERGE, epochs
 
-from ..problems import SETTINGS, cut_and_resumed, distance, identical, make, ragged, states
+from ..problems import (
+    SETTINGS,
+    WIRED,
+    cut_and_resumed,
+    distance,
+    finish,
+    first_rounds,
+    identical,
+    make,
+    ragged,
+    states,
+)
 
 SIZES = ((13, 5), (7, 3), (1, 2), (10, 4), (5, 1), (8, 2), (6, 3), (9, 2))
 SLOW = {"profile": "lognormal:0.8"}
 
 
-def prepared(method: fs.Method, engine: str = "one", model: str = "normed", **changes) -> simulation.Simulation:
-    how = Training(**{**SETTINGS, "engine": engine, **SLOW, **changes})
-    return simulation.prepare(method, make(model), ragged(SIZES), None, how)
+def prepared(method: fs.Method, engine: str = "one", model: str = "normed", **changes) -> Simulation:
+    training = Training(**{**SETTINGS, "engine": engine, **SLOW, **changes})
+    return prepare(method, make(model), ragged(SIZES), None, training)
+
+
+def simulated(method: fs.Method, engine: str = "one", model: str = "normed", **changes) -> fs.Run:
+    return finish(prepared(method, engine, model, **changes))
 
 
 # ---- the formulas ------------------------------------------------------------------------------------------------------
@@ -65,9 +83,12 @@ def test_fedbuff_by_hand(setting) -> None:
     task, (w, base, one, two) = setting
     how = Asynchrony("fedbuff", buffer=2, lr=0.7, staleness="polynomial", a=1.0)
     method, server = fs.FedAvg(), {**w, "other": torch.ones(1)}
-    ups = [how.renew(task, server, w, one, 0), how.renew(task, server, base, two, 3)]
-    assert ups[0] is one
-    uploads = [fs.Upload(up, 1.0, k) for k, up in enumerate(ups)]
+    rebased = [how.rebase(task, server, w, one, 0), how.rebase(task, server, base, two, 3)]
+    assert rebased[0] is one["params"]
+    uploads = [
+        Upload(up, 1.0, k, down, new)
+        for k, (up, down, new) in enumerate(zip((one, two), (w, base), rebased, strict=True))
+    ]
     after = how.step(task, server, method.merge(task, server, uploads))
     for name in task.net.parameters:
         new = w["params"][name] + 0.7 / 2 * (
@@ -85,13 +106,13 @@ def test_fedasync_by_hand(setting) -> None:
     task, (w, base, one, _) = setting
     how = Asynchrony("fedasync", mixing=0.6, staleness="hinge", a=10.0, b=4)
     for behind, share in ((0, 0.6), (4, 0.6), (5, 0.6 / 11)):
-        new = how.renew(task, w, base, one, behind)["params"]
+        new = how.rebase(task, w, base, one, behind)
         for name, value in new.items():
             if value.is_floating_point():
                 expected = (1 - share) * w["params"][name] + share * one["params"][name]
                 assert torch.allclose(value, expected, rtol=0, atol=1e-15)
-    whole = dataclasses.replace(how, mixing=1.0).renew(task, w, base, one, 2)
-    assert identical({"": whole["params"]}, {"": one["params"]})
+    whole = dataclasses.replace(how, mixing=1.0).rebase(task, w, base, one, 2)
+    assert identical({"": whole}, {"": one["params"]})
 
 
 # ---- what it must be equal to ------------------------------------------------------------------------------------------
@@ -102,8 +123,8 @@ UNIFORM = [fs.FedAvg(mean="uniform"), fs.Ditto(mean="uniform"), fs.SpectralCoDis
 @pytest.mark.parametrize("method", UNIFORM, ids=lambda m: m.id)
 def test_fedbuff_with_the_whole_cohort_is_synchronous(method: fs.Method, engine: str) -> None:
     how = {"participation": 0.5, "rounds": 4}
-    sync = prepared(method, engine, **how).run()
-    buffered = prepared(dataclasses.replace(method, mean="weighted"), engine, mode="fedbuff", buffer=4, **how).run()
+    sync = simulated(method, engine, **how)
+    buffered = simulated(dataclasses.replace(method, mean="weighted"), engine, mode="fedbuff", buffer=4, **how)
     assert identical(states(sync), states(buffered))
     assert [r["time"] for r in sync.history] == [r["time"] for r in buffered.history]
     assert all(set(r["staleness"].values()) == {0} for r in buffered.history)
@@ -112,15 +133,15 @@ def test_fedbuff_with_the_whole_cohort_is_synchronous(method: fs.Method, engine:
 @pytest.mark.parametrize("server", ["momentum", "adam"])
 def test_a_server_rule_goes_with_it(server: str) -> None:
     how = {"participation": 0.5, "rounds": 3, "server": server}
-    sync = prepared(fs.FedAvg(mean="uniform"), **how).run()
-    assert identical(states(sync), states(prepared(fs.FedAvg(), mode="fedbuff", buffer=4, **how).run()))
+    sync = simulated(fs.FedAvg(mean="uniform"), **how)
+    assert identical(states(sync), states(simulated(fs.FedAvg(), mode="fedbuff", buffer=4, **how)))
 
 
 @pytest.mark.parametrize("method", [fs.FedAvg(), fs.Ditto(), fs.PFedSD()], ids=lambda m: m.id)
 def test_fedasync_one_client_at_a_time_is_synchronous(method: fs.Method) -> None:
     how = {"participation": 1 / 8, "rounds": 6}
-    sync = prepared(method, **how).run()
-    assert identical(states(sync), states(prepared(method, mode="fedasync", mixing=1.0, **how).run()))
+    sync = simulated(method, **how)
+    assert identical(states(sync), states(simulated(method, mode="fedasync", mixing=1.0, **how)))
 
 
 @pytest.mark.parametrize("mode", ["fedasync", "fedbuff"])
@@ -130,17 +151,15 @@ def test_a_slow_simulation_gives_the_same(method: fs.Method, mode: str) -> None:
     buffer, rounds = (1, 14) if mode == "fedasync" else (3, 6)
     changes = {"mode": mode, "rounds": rounds, "participation": 5 / 8, "buffer": 3 if mode == "fedbuff" else 0}
     ready = prepared(method, model="plain", mixing=0.8, staleness="polynomial", staleness_a=1.0, **changes)
-    run = ready.run()
-    again = prepared(method, model="plain", **changes).start()
-    coordinator, bench, clock = again.coordinator, ready.trainer.bench, again.coordinator.schedule.clock
-    w, now = again.server["params"], 0.0
+    run = finish(ready)
+    (coordinator,) = start([Start(prepared(method, model="plain", **changes))]).coordinators
+    bench, clock = ready.trainer.bench, coordinator.rounds.clock
+    w, now = coordinator.state.server["params"], 0.0
     memories = {k: method.init_client(bench.task, ready.initial) for k in range(8)}
     under_way: list[tuple[float, int, int, dict]] = []  # arrival, client, version, what it was sent
     for t in range(1, rounds + 1):
-        coordinator.schedule.busy = {
-            k: arrival for arrival, k, _, _ in under_way
-        }  # who is asked is the sampler's affair
-        for k in coordinator.cohort(t):
+        coordinator.rounds.busy = {k: arrival for arrival, k, _, _ in under_way}  # who is asked is the sampler's affair
+        for k in coordinator.sample(t):
             task = dataclasses.replace(bench.task, round=t)
             down = method.send(task, {"params": w}, k)
             sent = sum(v.nbytes for v in down["params"].values())
@@ -173,12 +192,26 @@ def test_a_slow_simulation_gives_the_same(method: fs.Method, mode: str) -> None:
         assert distance({"": tree.flatten(memories[k])}, {"": tree.flatten(run.memory(k))}) < 1e-12
 
 
+@pytest.mark.parametrize("mode", ["fedasync", "fedbuff"])
+def test_a_model_that_the_server_keeps_for_a_client_is_the_one_it_trained(mode: str, tmp_path: Path) -> None:
+    """Stateless pFedSD has v_k at the server: what was uploaded, not what it was turned into for a later model."""
+    file = tmp_path / "devices.csv"  # sending takes no time, so that both runs have the same events
+    lines = [f"{speed},1e18,1e18,0" for speed in (10, 3, 2, 9, 4, 5, 7, 30)]
+    file.write_text("\n".join(["speed,uplink,downlink,latency", *lines]) + "\n")
+    changes = {"profile": f"file:{file}", "mode": mode, "rounds": 12, "participation": 5 / 8, "staleness": "polynomial"}
+    changes["buffer"] = 2 if mode == "fedbuff" else 0
+    stateful, stateless = (simulated(fs.PFedSD(stateless=way), **changes) for way in (False, True))
+    assert [r["participants"] for r in stateful.history] == [r["participants"] for r in stateless.history]
+    assert max(v for record in stateful.history for v in record["staleness"].values()) > 0  # or less is shown
+    assert distance(states(stateful), states(stateless)) < 1e-12
+
+
 # ---- repeatable --------------------------------------------------------------------------------------------------------
 HARD = {"mode": "fedbuff", "buffer": 2, "participation": 0.75, "drop": 0.2, "availability": 0.9, "rounds": 8}
 
 
-def test_the_same_seed_gives_the_same_timeline_and_cohorts_may_be_trained_apart() -> None:
-    runs = [prepared(fs.Ditto(), "stacked", **HARD, cohort=size).run() for size in (0, 0, 1)]
+def test_the_same_seed_gives_the_same_timeline_and_cohorts_may_be_smaller() -> None:
+    runs = [simulated(fs.Ditto(), "stacked", **HARD, cohort=size) for size in (0, 0, 1)]
     assert identical(states(runs[0]), states(runs[1]))
     assert distance(states(runs[0]), states(runs[2])) < 1e-12
     lines = [[record["timeline"] for record in run.history] for run in runs]
@@ -189,7 +222,7 @@ def test_the_same_seed_gives_the_same_timeline_and_cohorts_may_be_trained_apart(
 
 def test_the_wire_changes_nothing() -> None:
     ready = prepared(fs.Ditto(), **HARD)
-    assert identical(states(ready.run()), states(ready.run(through_wire=True)))
+    assert identical(states(finish(ready)), states(finish(ready, WIRED)))
 
 
 @pytest.mark.parametrize("mode", ["fedasync", "fedbuff"])
@@ -209,13 +242,16 @@ def test_a_run_that_stopped_goes_on_to_the_same_bits(mode: str, tmp_path: Path) 
 
 
 def test_a_client_under_way_has_learned_nothing_yet() -> None:
-    course = prepared(fs.Ditto(), mode="fedasync", participation=1.0).start()
-    first = next(course.rounds())
-    initial = {"": course.coordinator.task.net.initial()}
-    assert not identical({"": course.store.get(first["participants"][0])["v"]}, initial)
+    session = start([Start(prepared(fs.Ditto(), mode="fedasync", participation=1.0))])
+    first_rounds(session)
+    (first,), edge = session.coordinators[0].state.history, session.driver.transport.edge
+    initial = session.starts[0].simulation.initial
+    (done,) = first["participants"]
+    assert edge.last == {done: 1}
+    assert not identical({"": edge.store.get(done)["v"]}, {"": initial})
     waiting = [int(k) for k in first["busy"]]
     assert len(waiting) == 7
-    assert all(identical({"": course.store.get(k)["v"]}, initial) for k in waiting)
+    assert all(identical({"": edge.store.get(k)["v"]}, {"": initial}) for k in waiting)
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------------------
@@ -232,7 +268,7 @@ def test_a_method_whose_merge_is_no_mean_is_refused() -> None:
 
 @pytest.mark.parametrize("name", [name for name in methods.METHODS if methods.get(name).averages])
 def test_every_other_is_carried(name: str) -> None:
-    run = prepared(methods.get(name)(), mode="fedbuff", buffer=2, participation=0.75, rounds=3).run()
+    run = simulated(methods.get(name)(), mode="fedbuff", buffer=2, participation=0.75, rounds=3)
     assert tree.finite(run.server)
     assert any(record["busy"] for record in run.history)
 
@@ -247,19 +283,19 @@ def test_settings_that_do_not_go_together() -> None:
 
 
 def test_what_is_said_of_it() -> None:
-    assert "fedbuff, K 4, η 1" in prepared(fs.FedAvg(), mode="fedbuff", participation=0.5).run().table()
+    assert "fedbuff, K 4, η 1" in simulated(fs.FedAvg(), mode="fedbuff", participation=0.5).table()
     prepared(fs.FedAvg(), mode="fedasync", buffer=9, participation=0.5)  # FedAsync has no buffer to be too large
 
 
 def test_seeds_go_one_after_another() -> None:
     sims = [prepared(fs.FedAvg(), "stacked", mode="fedasync", seed=seed) for seed in (1, 2)]
-    with pytest.raises(fleet.Apart, match="as they arrive"):
-        fleet.run([sim.start() for sim in sims])
+    with pytest.raises(CannotStack, match="as they arrive"):
+        together.run_starts([Start(sim) for sim in sims])
 
 
-def test_one_run_is_not_told_that_runs_go_apart(capfd) -> None:
+def test_one_run_is_not_told_that_runs_cannot_be_stacked(capfd) -> None:
     how = {"rounds": 2, "epochs": 1, "clients": 6, "engine": "stacked", "mode": "fedasync", **SLOW}
     experiments = [fs.Experiment(method=fs.FedAvg(), seed=seed, **how) for seed in (0, 1)]
-    for some, told in ((experiments[:1], 0), (experiments, 1)):
-        fleet.run_together(some)
-        assert "".join(capfd.readouterr()).count("the runs go one after another") == told
+    for some, lines in ((experiments[:1], 0), (experiments, 1)):
+        together.run_together(some)
+        assert "".join(capfd.readouterr()).count("the runs go one after another") == lines

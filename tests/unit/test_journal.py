@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,10 +17,11 @@ import torch
 
 import fedstill as fs
 from fedstill import methods
+from fedstill.core import tree
 from fedstill.run import journal
 from fedstill.run.journal import Journal, write
 
-from ..problems import cut, identical, states
+from ..problems import SETTINGS, cut, identical, make, ragged, states
 
 TINY = dict(rounds=6, epochs=1, clients=5, partition="iid", checkpoint_every=2, eval_every=2, batch_size=32)
 
@@ -103,16 +105,70 @@ def test_a_checkpoint_with_a_part_gone_is_passed_over(part: str, tmp_path: Path,
     assert not (tmp_path / "run" / "checkpoints" / "round-000002.json").exists()
 
 
-def test_a_checkpoint_of_one_file_as_it_once_was(tmp_path: Path) -> None:
-    whole = fs.run(experiment())
-    cut(experiment(), tmp_path / "run", 5)
-    for about in (tmp_path / "run" / "checkpoints").glob("*.json"):
-        found = json.loads(about.read_text())
-        (only,) = found.pop("parts")
-        del only["file"]
-        about.write_text(json.dumps({**found, **only}))
-    assert Journal(tmp_path / "run").load(torch.device("cpu")).round == 4
-    assert identical(states(whole), states(fs.resume(tmp_path / "run")))
+@pytest.mark.parametrize(
+    ("environment", "version"),
+    [
+        ('{"fedstill": "0.3.1", "python": "3.11"}', "0.3.1"),  # as earlier versions wrote it
+        ('{"fedstill": "9.0", "format": 99}', "9.0"),
+        ('{"python": "3.11"}', "an unknown version"),
+        ("[1]", "an unknown version"),
+        ("{", "an unknown version"),
+        (None, "an unknown version"),
+    ],
+)
+def test_a_folder_of_another_version_is_refused_in_a_line_and_left_alone(
+    environment: str | None, version: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    cut(experiment(), folder, 3)
+    about = json.loads((folder / "environment.json").read_text())
+    assert about["format"] == journal.FORMAT
+    assert about["fedstill"] == fs.__version__
+    if environment is None:
+        (folder / "environment.json").unlink()
+    else:
+        (folder / "environment.json").write_text(environment)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(fs.InputError, match=re.escape(f"this one was made by {version}")) as refused:
+        fs.resume(folder)
+    assert "\n" not in str(refused.value)
+    assert str(folder) in str(refused.value)
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_call_from_python_refuses_a_folder_of_another_version(tmp_path: Path) -> None:
+    def call(**more) -> fs.Run:
+        return fs.simulate(fs.FedAvg(), model=make("plain"), data=ragged(), **SETTINGS, out=tmp_path / "run", **more)
+
+    call()
+    (tmp_path / "run" / "environment.json").write_text('{"fedstill": "0.3.1"}')
+    with pytest.raises(fs.InputError, match=re.escape("made by 0.3.1")):
+        call(resume=True)
+
+
+LATE = {"profile": "lognormal:0.8", "deadline": 0.5, "drop": 0.1}
+
+
+@pytest.mark.parametrize(
+    "changes", [LATE, {**LATE, "late": "fold"}, {**LATE, "minimum": 3}], ids=["drop", "fold", "few"]
+)
+@pytest.mark.parametrize("name", ["scaffold", "feddyn", "l2gd"])
+def test_what_is_not_decided_at_a_checkpoint_is_decided_after_it(name: str, changes: dict, tmp_path: Path) -> None:
+    """Clients whose late replies are not, or not yet, merged: their coupled entries are rolled back after a resume, too."""
+    late = experiment(name, clients=8, participation=0.5, **changes)
+    whole = fs.run(late, out=tmp_path / "whole")
+    cut(late, tmp_path / "cut", 5)
+    resumed = fs.resume(tmp_path / "cut")
+    assert identical(states(whole), states(resumed))
+    for k in range(8):
+        memories = [tree.flatten(one.memory(k)) for one in (whole, resumed)]
+        assert identical({"": memories[0]}, {"": memories[1]})
+    assert metrics(tmp_path / "whole") == metrics(tmp_path / "cut")
+    assert any(record["late"] for record in whole.history)
+    if changes.get("late") == "fold":
+        assert set(map(int, whole.history[3]["busy"])) & set(
+            whole.history[4]["folded"]
+        )  # over the checkpoint of round 4
 
 
 def test_a_checkpoint_holds_no_more_than_a_part_in_memory(tmp_path: Path, monkeypatch) -> None:
@@ -206,8 +262,6 @@ def test_missing_records_send_a_resume_back_to_an_earlier_checkpoint(tmp_path: P
 
 
 def test_a_run_from_python_goes_on_by_the_same_call_only(tmp_path: Path) -> None:
-    from ..problems import SETTINGS, make, ragged
-
     def call(**more) -> fs.Run:
         settings = {**SETTINGS, "rounds": 12}
         return fs.simulate(fs.PFedSD(), model=make("plain"), data=ragged(), **settings, engine="one", **more)

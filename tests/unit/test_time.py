@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -12,28 +11,49 @@ import torch
 import fedstill as fs
 from fedstill import methods
 from fedstill.core import tree
-from fedstill.run import fleet, simulation
+from fedstill.core.errors import CannotStack
+from fedstill.run import together
 from fedstill.run.experiment import Training
+from fedstill.run.prepare import Simulation, prepare
+from fedstill.run.session import Start, start
 from fedstill.server.sampler import SAMPLERS
 from fedstill.timing.clock import LATENCY
 from fedstill.timing.schedule import MERGE
 
-from ..problems import SETTINGS, cut_and_resumed, distance, identical, make, ragged, run, states
+from ..problems import (
+    SETTINGS,
+    WIRED,
+    Spy,
+    Watch,
+    cut_and_resumed,
+    distance,
+    finish,
+    identical,
+    make,
+    ragged,
+    run,
+    states,
+)
 
 NEW = {"time", "asked", "late", "dropped", "refused", "folded", "busy", "abandoned", "timeline", "losses"}
 SIZES = ((13, 5), (7, 3), (1, 2), (10, 4), (5, 1), (8, 2), (6, 3), (9, 2))
 
 
-def prepared(method: fs.Method, engine: str = "one", **changes) -> simulation.Simulation:
-    how = Training(**{**SETTINGS, "engine": engine, **changes})
-    return simulation.prepare(method, make("plain"), ragged(SIZES), None, how)
+def prepared(method: fs.Method, engine: str = "one", **changes) -> Simulation:
+    training = Training(**{**SETTINGS, "engine": engine, **changes})
+    return prepare(method, make("plain"), ragged(SIZES), None, training)
+
+
+def simulated(method: fs.Method, engine: str = "one", transport=None, **changes) -> fs.Run:
+    return finish(prepared(method, engine, **changes), transport)
 
 
 def with_cohorts(method: fs.Method, cohorts: list[list[int]], engine: str = "one", **changes) -> fs.Run:
     """A run without simulated time that asks these clients, round by round."""
-    course = prepared(method, engine, **changes).start()
-    course.coordinator = dataclasses.replace(course.coordinator, sampler=lambda scene, wanted: cohorts[scene.round - 1])
-    return course.run()
+    session = start([Start(prepared(method, engine, **changes))])
+    session.coordinators[0].sampler = lambda scene, wanted: cohorts[scene.round - 1]
+    (run,) = session.run()
+    return run
 
 
 def devices(folder: Path, seconds: list[float]) -> str:
@@ -52,7 +72,7 @@ def test_without_a_profile_records_say_nothing_of_time() -> None:
 
 @pytest.mark.parametrize("engine", ["one", "stacked"])
 def test_time_alone_changes_no_result(engine: str) -> None:
-    plain, timed = prepared(fs.PFedSD(), engine).run(), prepared(fs.PFedSD(), engine, profile="lognormal:1").run()
+    plain, timed = simulated(fs.PFedSD(), engine), simulated(fs.PFedSD(), engine, profile="lognormal:1")
     assert identical(states(plain), states(timed))
     for a, b in zip(plain.history, timed.history, strict=True):
         assert {**{k: v for k, v in b.items() if k not in NEW}, **{k: a[k] for k in a if "seconds" in k}} == a
@@ -89,7 +109,7 @@ def test_wrong_choices_are_refused() -> None:
 def test_the_timeline_of_a_method_with_two_models_by_hand() -> None:
     """Plain has 4·6 + 6 + 6·3 + 3 = 51 float64 weights: 408 bytes each way; one generic epoch, then three personal ones."""
     method = fs.SpectralCoDistillation(generic_epochs=1, personal_epochs=3)
-    found = prepared(method, profile="uniform", participation=1.0, rounds=1).run().history[0]
+    found = simulated(method, profile="uniform", participation=1.0, rounds=1).history[0]
     line = found["timeline"]
     for i, (n, _) in enumerate(SIZES):
         assert line["download"][i] == LATENCY + 408 / 5e6
@@ -108,7 +128,7 @@ MEMORIES = [fs.FedAvg(), fs.PFedSD(), fs.SCAFFOLD(), fs.SpectralCoDistillation()
 @pytest.mark.parametrize("method", MEMORIES, ids=lambda m: m.id)
 def test_drop_outs_equal_the_run_whose_cohorts_were_the_survivors(method: fs.Method, engine: str) -> None:
     how = dict(rounds=6, participation=1.0)
-    dropping = prepared(method, engine, **how, profile="lognormal:0.5", drop=0.3).run()
+    dropping = simulated(method, engine, **how, profile="lognormal:0.5", drop=0.3)
     assert len(dropping.history) == 6
     survivors = [record["participants"] for record in dropping.history]
     lost = sum(len(record["dropped"]) for record in dropping.history)
@@ -117,14 +137,15 @@ def test_drop_outs_equal_the_run_whose_cohorts_were_the_survivors(method: fs.Met
     assert identical(states(dropping), states(with_cohorts(method, survivors, engine, **how)))
 
 
-def test_who_drops_out_is_not_trained(spied) -> None:
-    found = prepared(fs.PFedSD(), profile="uniform", drop=0.5, participation=1.0).run()
-    trained = [(reply.round, reply.client) for reply, _ in spied if reply.kind == "train"]
+def test_who_drops_out_is_not_trained() -> None:
+    spy = Spy()
+    found = simulated(fs.PFedSD(), transport=spy.transport, profile="uniform", drop=0.5, participation=1.0)
+    trained = [(reply.round, reply.client) for reply in spy.trained()]
     assert trained == [(r["round"], k) for r in found.history for k in r["participants"]]
 
 
 def test_a_round_without_replies_leaves_the_model_and_the_run_ends() -> None:
-    found = prepared(fs.PFedSD(), profile="uniform", drop=1.0).run()
+    found = simulated(fs.PFedSD(), profile="uniform", drop=1.0)
     initial = {name: value for name, value in make("plain").state_dict().items()}
     assert identical({"m": found.generic()}, {"m": initial})
     assert all(r["abandoned"] and r["participants"] == [] for r in found.history)
@@ -135,56 +156,94 @@ def test_a_round_without_replies_leaves_the_model_and_the_run_ends() -> None:
 
 
 def test_below_the_minimum_a_round_is_abandoned() -> None:
-    found = prepared(fs.FedAvg(), profile="uniform", drop=0.4, participation=1.0, minimum=6, rounds=8).run()
+    found = simulated(fs.FedAvg(), profile="uniform", drop=0.4, participation=1.0, minimum=6, rounds=8)
     kept = [r["participants"] for r in found.history if not r["abandoned"]]
     assert 0 < len(kept) < 8
     assert all(r["abandoned"] == (len(r["participants"]) < 6) for r in found.history)
-    before = None
-    course = prepared(fs.FedAvg(), profile="uniform", drop=0.4, participation=1.0, minimum=6, rounds=8).start()
-    for record in course.rounds():
-        after = tree.clone(course.server)
-        if before is not None and record["abandoned"]:
-            assert identical(before, after)
-        elif before is not None:
-            assert not identical(before, after)
-        before = after
+    watch = Watch()
+    finish(
+        prepared(fs.FedAvg(), profile="uniform", drop=0.4, participation=1.0, minimum=6, rounds=8), callbacks=[watch]
+    )
+    for record, before, after in zip(found.history[1:], watch.servers, watch.servers[1:], strict=False):
+        assert identical(before, after) == record["abandoned"]
 
 
 # ---- late replies ------------------------------------------------------------------------------------------------------
 def test_late_replies_are_counted_and_dropped_but_the_client_keeps_what_it_learned(tmp_path: Path) -> None:
     profile = devices(tmp_path, [1, 1, 1, 1, 1, 1, 1, 4])  # client 7 is asked in rounds 1 and 4
     how = dict(profile=profile, deadline=2.0, participation=1.0, rounds=5)
-    found = prepared(fs.FedAvg(), **how).run()
+    found = simulated(fs.FedAvg(), **how)
     assert [r["late"] for r in found.history] == [[7], [], [], [7], []]  # the rounds end after 2, 3, 4, 6 and 7 s
     assert all(7 not in r["participants"] for r in found.history)
     assert found.history[0]["time"] == pytest.approx(2.0, abs=1e-6)
     cohorts = [r["participants"] for r in found.history]
     assert identical(states(found), states(with_cohorts(fs.FedAvg(), cohorts, participation=1.0, rounds=5)))
-    own = prepared(fs.PFedSD(), **how).run()
+    own = simulated(fs.PFedSD(), **how)
     never = with_cohorts(fs.PFedSD(), cohorts, participation=1.0, rounds=5)
     assert not identical({"m": own.personal(7)}, {"m": never.personal(7)})  # it did train
     assert identical({"m": never.personal(7)}, {"m": never.generic()})
     assert identical({"m": own.generic()}, {"m": never.generic()})  # nobody else sees it
 
 
-def test_folded_replies_are_merged_where_they_arrive_with_their_own_weights(tmp_path: Path, spied) -> None:
+@pytest.mark.parametrize("method", [fs.SCAFFOLD(), fs.FedDyn(), fs.L2GD()], ids=lambda m: m.id)
+def test_what_must_agree_with_the_server_is_as_if_a_late_client_had_not_been_asked(
+    method: fs.Method, tmp_path: Path
+) -> None:
+    profile = devices(tmp_path, [1, 1, 1, 1, 1, 1, 1, 4])
+    found = simulated(method, profile=profile, deadline=2.0, participation=1.0, rounds=5)
+    assert sum(record["late"] == [7] for record in found.history) > 0
+    cohorts = [record["participants"] for record in found.history]
+    never = with_cohorts(method, cohorts, participation=1.0, rounds=5)
+    assert identical({"": tree.flatten(found.server)}, {"": tree.flatten(never.server)})
+    for k in range(8):
+        ours, theirs = found.memory(k), never.memory(k)
+        assert ours.keys() >= method.coupled
+        for name in method.coupled:
+            assert identical({"": tree.flatten({"": ours[name]})}, {"": tree.flatten({"": theirs[name]})})
+
+
+def test_folded_replies_are_merged_where_they_arrive_with_their_own_weights(tmp_path: Path) -> None:
     profile = devices(tmp_path, [1, 1, 1, 1, 1, 1, 1, 3])
     how = dict(profile=profile, deadline=2.0, late="fold", participation=1.0, rounds=2)
-    found = prepared(fs.FedAvg(), **how).run()
+    spy = Spy()
+    found = simulated(fs.FedAvg(), transport=spy.transport, **how)
     assert [r["late"] for r in found.history] == [[7], []]
     assert [r["folded"] for r in found.history] == [[], [7]]
     assert found.history[1]["participants"] == list(range(8))
     assert found.history[1]["asked"] == list(range(7))
-    ups = {(r.round, r.client): r.up["params"] for r, _ in spied if r.kind == "train"}
+    ups = {(r.round, r.client): r.up["params"] for r in spy.trained()}
     merged = [(n, ups[1 if k == 7 else 2, k]) for k, (n, _) in enumerate(SIZES)]
     for name, value in found.generic().items():
         by_hand = sum(n * up[name] for n, up in merged) / sum(n for n, _ in merged)
         torch.testing.assert_close(value, by_hand, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("method", [fs.CD2PFed(p=0.6), fs.FedFomo(m=2)], ids=lambda m: m.id)
+def test_a_folded_reply_is_read_by_what_its_client_was_sent(method: fs.Method, tmp_path: Path) -> None:
+    """CD2-pFed's uploads have other sizes in other rounds; FedFomo credits the models that a client was sent."""
+    profile, spy = devices(tmp_path, [1, 1, 1, 1, 1, 1, 1, 3]), Spy()
+    how = dict(profile=profile, deadline=2.0, late="fold", participation=1.0, rounds=6)
+    found = simulated(method, transport=spy.transport, **how)
+    assert sum(len(record["folded"]) for record in found.history) > 1
+    assert tree.finite(found.server)
+    if method.id == "fedfomo":
+        sent = {(order.round, order.client): order.down["who"] for order in spy.orders if order.kind == "train"}
+        credit = torch.zeros(8, 8, dtype=torch.float64)
+        for reply in spy.trained():
+            taken = reply.client in found.history[reply.round - 1]["participants"]
+            folded = any(reply.client in record["folded"] for record in found.history[reply.round :][:2])
+            if taken or folded:
+                for m, weight in zip(sent[reply.round, reply.client].tolist(), reply.up["weights"], strict=True):
+                    credit[reply.client, m] += weight if m >= 0 else 0
+        assert credit[7].sum() > 0  # of folded replies alone
+        for client, row in found.server["affinity"].items():
+            assert torch.allclose(credit[int(client), : len(row)], row, atol=1e-12)
+            assert credit[int(client), len(row) :].abs().sum() == 0
+
+
 def test_over_selection_takes_the_first(tmp_path: Path) -> None:
     profile = devices(tmp_path, [1, 2, 3, 4, 5, 6, 7, 8])
-    found = prepared(fs.FedAvg(), profile=profile, participation=0.5, over_select=2.0, rounds=1).run().history[0]
+    found = simulated(fs.FedAvg(), profile=profile, participation=0.5, over_select=2.0, rounds=1).history[0]
     assert found["asked"] == list(range(8))
     assert found["participants"] == [0, 1, 2, 3]
     assert found["late"] == found["missing"] == [4, 5, 6, 7]
@@ -193,25 +252,28 @@ def test_over_selection_takes_the_first(tmp_path: Path) -> None:
 
 # ---- refusals ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("engine", ["one", "stacked"])
-def test_refusals_are_counted_and_the_round_goes_on(engine: str, spied) -> None:
-    how = dict(rounds=5, participation=1.0)
-    found = prepared(fs.PFedSD(), engine, **how, profile="uniform", min_battery=0.3, drop=0.1).run()
+def test_refusals_are_counted_and_the_round_goes_on(engine: str) -> None:
+    how, spy = dict(rounds=5, participation=1.0), Spy()
+    found = simulated(fs.PFedSD(), engine, spy.transport, **how, profile="uniform", min_battery=0.3, drop=0.1)
     assert sum(len(r["refused"]) for r in found.history) > 4
     for record in found.history:
         assert sorted(record["participants"] + record["refused"] + record["dropped"]) == list(range(8))
-    trained = [(r.round, r.client) for r, _ in spied if r.kind == "train" and "refused" not in r.report]
+    trained = [(r.round, r.client) for r in spy.trained() if not r.refusal]
+    assert {(r.round, r.client) for r in spy.trained() if r.refusal} == {
+        (record["round"], k) for record in found.history for k in record["refused"]
+    }
     assert trained == [(r["round"], k) for r in found.history for k in r["participants"]]
     cohorts = [r["participants"] for r in found.history]
     assert identical(states(found), states(with_cohorts(fs.PFedSD(), cohorts, engine, **how)))
 
 
 def test_all_may_refuse() -> None:
-    found = prepared(fs.FedAvg(), profile="uniform", min_memory=1.0).run()
+    found = simulated(fs.FedAvg(), profile="uniform", min_memory=1.0)
     assert all(r["abandoned"] and r["refused"] == r["asked"] for r in found.history)
 
 
 def test_forgetting_is_watched_among_those_that_trained() -> None:
-    found = prepared(fs.PFedSD(), profile="uniform", min_battery=0.3, drop=0.2, forgetting=True, rounds=4).run()
+    found = simulated(fs.PFedSD(), profile="uniform", min_battery=0.3, drop=0.2, forgetting=True, rounds=4)
     for record in found.history:
         assert sorted(map(int, record.get("trained_clients", {}))) == record["participants"]
 
@@ -223,10 +285,10 @@ HARD = dict(
 
 def test_the_wire_changes_nothing() -> None:
     ready = prepared(fs.SCAFFOLD(), **HARD, rounds=6)
-    found = ready.run()
+    found = finish(ready)
     for what in ("late", "folded", "dropped", "refused"):
         assert any(record[what] for record in found.history), what  # or less is shown
-    assert identical(states(found), states(ready.run(through_wire=True)))
+    assert identical(states(found), states(finish(ready, WIRED)))
 
 
 # ---- resumed -----------------------------------------------------------------------------------------------------------
@@ -279,11 +341,11 @@ def test_resume_notices_other_devices(tmp_path: Path) -> None:
     "changes", [{"profile": "uniform", "drop": 0.6}, HARD, {"sampler": "round-robin"}], ids=["drop", "hard", "robin"]
 )
 def test_seeds_in_one_stack_equal_separate_runs(method: fs.Method, changes: dict) -> None:
-    def sims() -> list[simulation.Simulation]:
+    def sims() -> list[Simulation]:
         return [prepared(method, "stacked", seed=seed, rounds=6, **changes) for seed in (2, 3, 4)]
 
-    alone = [sim.run() for sim in sims()]
-    for a, b in zip(alone, fleet.run([sim.start() for sim in sims()]), strict=True):
+    alone = [finish(sim) for sim in sims()]
+    for a, b in zip(alone, together.run_starts([Start(sim) for sim in sims()]), strict=True):
         assert distance(states(a), states(b)) < 1e-10
         for x, y in zip(a.history, b.history, strict=True):
             assert {k: x[k] for k in (NEW - {"losses"}) & x.keys()} == {k: y[k] for k in (NEW - {"losses"}) & y.keys()}
@@ -291,20 +353,20 @@ def test_seeds_in_one_stack_equal_separate_runs(method: fs.Method, changes: dict
 
 
 def test_a_round_in_which_all_of_one_run_drop_out_does_not_stop_the_others() -> None:
-    def sims() -> list[simulation.Simulation]:
+    def sims() -> list[Simulation]:
         return [
             prepared(fs.FedAvg(), "stacked", seed=s, rounds=6, participation=0.2, profile="uniform", drop=0.5)
             for s in (2, 3)
         ]
 
-    together = fleet.run([sim.start() for sim in sims()])
-    empty = [[not record["participants"] for record in one.history] for one in together]
+    runs = together.run_starts([Start(sim) for sim in sims()])
+    empty = [[not record["participants"] for record in one.history] for one in runs]
     assert any(a != b for a, b in zip(*empty, strict=True))
-    for sim, other in zip(sims(), together, strict=True):
-        assert distance(states(sim.run()), states(other)) < 1e-10
+    for sim, other in zip(sims(), runs, strict=True):
+        assert distance(states(finish(sim)), states(other)) < 1e-10
 
 
-def test_power_of_choice_goes_apart() -> None:
+def test_power_of_choice_is_not_stacked() -> None:
     sims = [prepared(fs.FedAvg(), "stacked", seed=seed, sampler="power-of-choice") for seed in (2, 3)]
-    with pytest.raises(fleet.Apart, match="power-of-choice"):
-        fleet.run([sim.start() for sim in sims])
+    with pytest.raises(CannotStack, match="power-of-choice"):
+        together.run_starts([Start(sim) for sim in sims])

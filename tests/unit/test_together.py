@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,33 +15,40 @@ from torch import Tensor
 import fedstill as fs
 from fedstill.cli import main
 from fedstill.core.batch import Batch
+from fedstill.core.errors import CannotStack
 from fedstill.core.method import Phase
 from fedstill.core.settings import setting
 from fedstill.core.task import Task
 from fedstill.core.tree import Params, Tree
-from fedstill.run import fleet, simulation
+from fedstill.run import simulation, together
 from fedstill.run.experiment import Training
+from fedstill.run.journal import Journal
+from fedstill.run.prepare import Simulation, prepare
+from fedstill.run.session import Start, start
+from fedstill.server.coordinator import RunState
+from fedstill.transport.local import LocalTransport
+from fedstill.transport.messages import Order
 
-from ..problems import SETTINGS, distance, identical, make, ragged, states
+from ..problems import SETTINGS, WIRED, Watch, cut, distance, finish, identical, make, ragged, rows, states
 
-Sims = list[simulation.Simulation]
+Sims = list[Simulation]
 
 
 def prepared(method: fs.Method, seed: int = 2, model: str = "normed", same_data: bool = False, **changes):
     """One run that is ready to start, with its own data and weights where its seed is another."""
-    how = Training(**{**SETTINGS, "engine": "stacked", "seed": seed, **changes})
-    return simulation.prepare(method, make(model, 5 + seed), ragged(seed=0 if same_data else seed), None, how)
+    training = Training(**{**SETTINGS, "engine": "stacked", "seed": seed, **changes})
+    return prepare(method, make(model, 5 + seed), ragged(seed=0 if same_data else seed), None, training)
 
 
-def records(run: fs.Run) -> list[dict]:
-    return [{k: v for k, v in record.items() if "seconds" not in k} for record in run.history]
+def starts(sims: Sims) -> list[Start]:
+    return [Start(sim) for sim in sims]
 
 
-def same(alone: Sequence[fs.Run], abreast: Sequence[fs.Run]) -> bool:
+def same(alone: Sequence[fs.Run], stacked: Sequence[fs.Run]) -> bool:
     """Models, losses, cohorts and scores of separate runs."""
-    for a, b in zip(alone, abreast, strict=True):
+    for a, b in zip(alone, stacked, strict=True):
         assert distance(states(a), states(b)) < 1e-10
-        for x, y in zip(records(a), records(b), strict=True):
+        for x, y in zip(rows(a.history), rows(b.history), strict=True):
             assert x.keys() == y.keys()
             assert x["loss"] == pytest.approx(y["loss"], abs=1e-10)
             assert x["participants"] == y["participants"]
@@ -50,11 +58,11 @@ def same(alone: Sequence[fs.Run], abreast: Sequence[fs.Run]) -> bool:
 
 
 def check(make_sims) -> list[fs.Run]:
-    """The same simulations one by one and as a fleet."""
-    alone = [sim.run() for sim in make_sims()]
-    abreast = fleet.run([sim.start() for sim in make_sims()])
-    assert same(alone, abreast)
-    return abreast
+    """The same simulations one by one and side by side."""
+    alone = [finish(sim) for sim in make_sims()]
+    stacked = together.run_starts(starts(make_sims()))
+    assert same(alone, stacked)
+    return stacked
 
 
 # ---- seeds -----------------------------------------------------------------------------------------------------------
@@ -72,7 +80,7 @@ SEEDED = [
 def test_seeds_in_one_stack_equal_separate_runs(method: fs.Method) -> None:
     runs = check(lambda: [prepared(method, seed) for seed in (2, 3, 4)])
     assert distance(states(runs[0]), states(runs[1])) > 1e-3  # or nothing was shown
-    assert records(runs[0])[0]["participants"] != records(runs[1])[0]["participants"]
+    assert rows(runs[0].history)[0]["participants"] != rows(runs[1].history)[0]["participants"]
 
 
 def test_clients_of_other_sizes_than_the_first_runs() -> None:
@@ -80,21 +88,20 @@ def test_clients_of_other_sizes_than_the_first_runs() -> None:
     sizes = [((13, 5), (7, 3), (1, 2)), ((2, 2), (9, 1), (22, 3))]
 
     def sims() -> Sims:
-        how = Training(**{**SETTINGS, "engine": "stacked", "participation": 1.0})
-        return [
-            simulation.prepare(fs.PFedSD(teacher="predictions"), make("normed"), ragged(part), None, how)
-            for part in sizes
-        ]
+        training = Training(**{**SETTINGS, "engine": "stacked", "participation": 1.0})
+        method = fs.PFedSD(teacher="predictions")
+        return [prepare(method, make("normed"), ragged(each), None, training) for each in sizes]
 
     check(sims)
 
 
-def test_a_fleet_as_a_traced_program(traced, capsys) -> None:
+def test_a_stack_of_runs_as_a_traced_program(traced, capsys) -> None:
     check(lambda: [prepared(fs.PFedSD(lam=0.7), seed, "convolved", rounds=2) for seed in (2, 3)])
+    assert gc.get_freeze_count() == 0  # what programs set aside is given back
     assert capsys.readouterr().err == ""
 
 
-def test_a_fleet_in_small_cohorts() -> None:
+def test_a_stack_of_runs_in_small_cohorts() -> None:
     check(lambda: [prepared(fs.SCAFFOLD(), seed, cohort=2) for seed in (2, 3)])
 
 
@@ -132,17 +139,17 @@ def test_fields_and_rates_as_a_traced_program(traced, capsys) -> None:
 
 def test_runs_on_the_same_data_share_it() -> None:
     sims = [prepared(fs.PFedSD(lam=lam), seed, same_data=True) for lam, seed in ((0.3, 2), (2.0, 3))]
-    joined = fleet.Fleet([sim.start() for sim in sims]).trainer.bench.data
-    assert len(joined.train.x) == len(sims[0].trainer.data.train.x)
-    assert joined.train.starts == 2 * sims[0].trainer.data.train.starts
-    apart = [prepared(fs.FedAvg(), seed) for seed in (2, 3)]
-    joined = fleet.Fleet([sim.start() for sim in apart]).trainer.bench.data
-    assert len(joined.train.x) == sum(len(sim.trainer.data.train.x) for sim in apart)
-    for r, sim in enumerate(apart):
+    joined = start(starts(sims)).trainer.bench.data
+    assert len(joined.train.x) == len(sims[0].data.train.x)
+    assert joined.train.starts == 2 * sims[0].data.train.starts
+    others = [prepared(fs.FedAvg(), seed) for seed in (2, 3)]
+    joined = start(starts(others)).trainer.bench.data
+    assert len(joined.train.x) == sum(len(sim.data.train.x) for sim in others)
+    for r, sim in enumerate(others):
         for k in range(5):
             for name in ("train", "test"):
                 x, y = joined.part(name).of(5 * r + k)
-                right_x, right_y = sim.trainer.data.part(name).of(k)
+                right_x, right_y = sim.data.part(name).of(k)
                 assert torch.equal(x, right_x)
                 assert torch.equal(y, right_y)
 
@@ -168,7 +175,7 @@ class Branching(fs.FedAvg):
         return self.fit(task, params, batch) * (2.0 if self.mu > 0.5 else 1.0)
 
 
-APART = {
+REASONS = {
     "rounds differs": lambda: [prepared(fs.FedAvg(), rounds=rounds) for rounds in (1, 2)],
     "batch_size differs": lambda: [prepared(fs.FedAvg(), batch_size=size) for size in (4, 5)],
     "their methods differ": lambda: [prepared(fs.FedAvg()), prepared(fs.Local())],
@@ -185,31 +192,25 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("reason", APART, ids=str)
-def test_what_keeps_runs_apart(reason: str) -> None:
-    with pytest.raises(fleet.Apart, match="^" + reason) as why:
-        fleet.run([sim.start() for sim in APART[reason]()])
+@pytest.mark.parametrize("reason", REASONS, ids=str)
+def test_why_runs_cannot_be_stacked(reason: str) -> None:
+    with pytest.raises(CannotStack, match="^" + reason) as why:
+        together.run_starts(starts(REASONS[reason]()))
     assert "\n" not in str(why.value)
 
 
-def test_runs_at_other_rounds_are_kept_apart() -> None:
-    courses = [prepared(fs.FedAvg(), seed).start() for seed in (2, 3)]
-    courses[1].first = 2
-    with pytest.raises(fleet.Apart, match="not at the same round"):
-        fleet.run(courses)
+def test_runs_at_other_rounds_cannot_be_stacked(tmp_path) -> None:
+    both = experiments(fs.FedAvg(), checkpoint_every=1)
+    cut(both[0], tmp_path / "a", 2)
+    sims = [simulation.begin(one).simulation for one in both]
+    folders = [Journal(tmp_path / name) for name in "ab"]
+    with pytest.raises(CannotStack, match="not at the same round"):
+        together.run_starts([Start(sim, folder, resume=True) for sim, folder in zip(sims, folders, strict=True)])
 
 
 def experiments(method: fs.Method, seeds: Sequence[int] = (0, 1), **changes) -> list[fs.Experiment]:
-    given = {
-        "rounds": 2,
-        "clients": 4,
-        "epochs": 1,
-        "device": "cpu",
-        "dtype": "float64",
-        "engine": "stacked",
-        **changes,
-    }
-    return [fs.Experiment(method=method, seed=seed, **given) for seed in seeds]
+    settings = dict(rounds=2, clients=4, epochs=1, device="cpu", dtype="float64", engine="stacked")
+    return [fs.Experiment(method=method, seed=seed, **{**settings, **changes}) for seed in seeds]
 
 
 @pytest.mark.parametrize(
@@ -221,60 +222,77 @@ def experiments(method: fs.Method, seeds: Sequence[int] = (0, 1), **changes) -> 
     ],
     ids=["l2gd", "forgetting", "one"],
 )
-def test_runs_that_are_kept_apart_go_one_after_another(method, changes, reason, capsys, tmp_path) -> None:
+def test_runs_that_cannot_be_stacked_go_one_after_another(method, changes, reason, capsys, tmp_path) -> None:
     both = experiments(method, **changes)
     alone = [simulation.run(one) for one in both]
-    told = []
+    reported = []
     outs = [tmp_path / "a", tmp_path / "b"]
-    found = fleet.run_together(both, outs=outs, progress=told.append)
+    runs = together.run_together(both, outs=outs, progress=reported.append)
     assert capsys.readouterr().err == f"fedstill: the runs go one after another: {reason}\n"
-    for a, b, folder in zip(alone, found, outs, strict=True):
+    for a, b, folder in zip(alone, runs, outs, strict=True):
         assert identical(states(a), states(b))
         assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
-    assert [record["round"] for record in told] == [1, 2]
+    assert [record["round"] for record in reported] == [1, 2]
 
 
-def test_a_failure_in_the_first_round_leaves_nothing_behind(monkeypatch, capsys) -> None:
+class Failing(LocalTransport):
+    """A transport that fails where an order is of some kind and round, and several runs go together."""
+
+    kind, round = "score", 1
+
+    def dispatch(self, orders: Sequence[Order]) -> None:
+        if {order.run for order in orders} > {0} and (orders[0].kind, orders[0].round) == (self.kind, self.round):
+            raise RuntimeError("no memory\nfor that")
+        super().dispatch(orders)
+
+
+def test_a_failure_in_the_first_round_leaves_nothing_behind(capsys) -> None:
     """Scoring fails after memories were changed: the runs that follow start from the beginning all the same."""
     both = experiments(fs.PFedSD())
     alone = [simulation.run(one) for one in both]
-    handle = fleet.Fleet.handle
-
-    def failing(self, orders):
-        if orders[0][0].kind == "score":
-            raise RuntimeError("no memory\nfor that")
-        return handle(self, orders)
-
-    monkeypatch.setattr(fleet.Fleet, "handle", failing)
-    found = fleet.run_together(both)
+    runs = together.run_together(both, transport=Failing)
     assert capsys.readouterr().err == "fedstill: the runs go one after another: no memory\n"
-    assert all(identical(states(a), states(b)) for a, b in zip(alone, found, strict=True))
+    assert all(identical(states(a), states(b)) for a, b in zip(alone, runs, strict=True))
 
 
-def test_a_failure_later_is_raised(monkeypatch) -> None:
-    handle = fleet.Fleet.handle
+def test_a_failure_later_is_raised() -> None:
+    class Later(Failing):
+        kind, round = "train", 2
 
-    def failing(self, orders):
-        if orders[0][0].round == 2:
-            raise RuntimeError("no memory")
-        return handle(self, orders)
-
-    monkeypatch.setattr(fleet.Fleet, "handle", failing)
     with pytest.raises(RuntimeError, match="no memory"):
-        fleet.run_together(experiments(fs.FedAvg()))
+        together.run_together(experiments(fs.FedAvg()), transport=Later)
+
+
+@pytest.mark.parametrize("method", [fs.PFedSD(teacher="predictions"), fs.SCAFFOLD()], ids=lambda m: m.id)
+def test_the_wire_changes_nothing(method: fs.Method) -> None:
+    runs, wired = (
+        together.run_starts(starts([prepared(method, seed) for seed in (2, 3)]), transport)
+        for transport in (None, WIRED)
+    )
+    for a, b in zip(runs, wired, strict=True):
+        assert identical(states(a), states(b))
+        assert rows(a.history) == rows(b.history)
+
+
+def test_each_run_has_its_own_callbacks() -> None:
+    watches = [Watch(), Watch()]
+    sims = [prepared(fs.FedAvg(), seed) for seed in (2, 3)]
+    runs = together.run_starts([Start(sim, callbacks=[watch]) for sim, watch in zip(sims, watches, strict=True)])
+    for run, watch in zip(runs, watches, strict=True):
+        assert len(watch.servers) == 3
+        assert identical({"": watch.servers[-1]["params"]}, {"": run.server["params"]})
+    assert not identical({"": watches[0].servers[-1]["params"]}, {"": watches[1].servers[-1]["params"]})
 
 
 # ---- from the command line -------------------------------------------------------------------------------------------
 def test_the_command_runs_seeds_side_by_side(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    fleets = []
-    begin = fleet.Fleet.__init__
-    monkeypatch.setattr(
-        fleet.Fleet, "__init__", lambda self, courses: fleets.append(len(courses)) or begin(self, courses)
-    )
+    sessions = []
+    begin = together.start
+    monkeypatch.setattr(together, "start", lambda runs, transport: sessions.append(len(runs)) or begin(runs, transport))
     flags = ["--engine", "stacked", "--rounds", "2", "--clients", "4", "--epochs", "1", "--dtype", "float64"]
     assert main(["run", "fedavg", *flags, "--seeds", "2", "--out", "both"]) == 0
-    assert fleets == [2]
+    assert sessions == [2]
     assert capsys.readouterr().err == ""
     folders = sorted(Path("both").rglob("metrics.jsonl"))
     assert len(folders) == 2
@@ -291,64 +309,64 @@ def test_the_command_runs_seeds_side_by_side(tmp_path, monkeypatch, capsys) -> N
 
 
 # ---- the coordinator's side ------------------------------------------------------------------------------------------
-def test_a_course_is_a_conversation() -> None:
-    """Orders out, replies in, after each round its record; carried by hand it gives what `rounds` gives."""
-    course, other = (prepared(fs.PFedSD()).start() for _ in range(2))
-    talk = course.coordinator.course(course.server)
-    kinds, ends, said = [], [], next(talk)
-    while said is not None:
-        if isinstance(said, list):
-            assert len({(order.kind, order.round) for order in said}) == 1
-            kinds.append((said[0].kind, len(said)))
-            said = talk.send(list(course.controller.handle(said)))
-        else:
-            ends.append(said)
-            said = next(talk, None)
+def test_a_coordinator_is_a_conversation() -> None:
+    """Requests out, replies in; carried by hand it gives what a run gives."""
+    session, whole = start([Start(prepared(fs.PFedSD()))]), finish(prepared(fs.PFedSD()))
+    (coordinator,) = session.coordinators
+    edge, talk, kinds = session.driver.transport.edge, coordinator.talk(), []
+    request = next(talk)
+    while request is not None:
+        assert len({(order.kind, order.round) for order in request.orders}) == 1
+        kinds.append((request.orders[0].kind, len(request.orders)))
+        try:
+            request = talk.send(list(edge.handle(request.orders)))
+        except StopIteration:
+            request = None
     assert kinds == [("train", 3), ("score", 5)] * 3
-    expected = list(other.coordinator.rounds(other.server))
-    for (server, record), (right, noted) in zip(ends, expected, strict=True):
-        assert all(torch.equal(server["params"][n], v) for n, v in right["params"].items())
-        assert {k: v for k, v in record.items() if "seconds" not in k} == {
-            k: v for k, v in noted.items() if "seconds" not in k
-        }
+    assert identical({"": coordinator.state.server["params"]}, {"": whole.server["params"]})
+    assert rows(coordinator.state.history) == rows(whole.history)
 
 
-def test_a_course_can_begin_later() -> None:
-    course = prepared(fs.FedAvg()).start()
-    talk = course.coordinator.course(course.server, 3)
-    assert [(order.kind, order.round) for order in next(talk)] == [("train", 3)] * 3
-    over = course.coordinator.course(course.server, 4)
-    assert next(over, None) is None
+def test_a_coordinator_continues_after_its_history() -> None:
+    history = finish(prepared(fs.FedAvg())).history
+    for rounds in (2, 3):
+        (coordinator,) = start([Start(prepared(fs.FedAvg()))]).coordinators
+        coordinator.load_state(RunState(coordinator.state.server, history[:rounds]), {})
+        request = next(coordinator.talk(), None)
+        asked = [] if request is None else [(order.kind, order.round) for order in request.orders]
+        assert asked == ([("train", 3)] * 3 if rounds == 2 else [])
 
 
-def test_the_stores_keep_each_runs_memories() -> None:
-    sims = [prepared(fs.SCAFFOLD(), seed) for seed in (2, 3)]
-    courses = [sim.start() for sim in sims]
-    stores = fleet.Fleet(courses).stores
-    clients = [7, 0, 4, 5]  # of the second run 2 and 0, of the first 0 and 4
-    before = stores.gather(clients)
-    numbers = torch.arange(4, dtype=torch.float64)
-    changed = fs.tree.map(lambda t: t + numbers.reshape(-1, *[1] * (t.ndim - 1)).to(t.dtype), before)
-    stores.prefetch(clients)
-    stores.scatter(clients, changed)
-    for row, (run, own) in enumerate(((1, 2), (0, 0), (0, 4), (1, 0))):
-        mine = courses[run].store.get(own)
-        assert all(torch.equal(leaf, changed_[row]) for (_, leaf), (_, changed_) in zip(
-            fs.tree.leaves(mine), fs.tree.leaves(changed), strict=True
-        ))  # fmt: skip
-        again = stores.get(clients[row])
-        assert all(
-            torch.equal(a, b) for (_, a), (_, b) in zip(fs.tree.leaves(mine), fs.tree.leaves(again), strict=True)
-        )
-    stores.put(9, fs.tree.unstack(changed, 0))
-    assert fs.tree.flatten(courses[1].store.get(4)).keys() == fs.tree.flatten(changed).keys()
+def test_the_edge_keeps_each_runs_memories() -> None:
+    """Run by run the initial ones are those of its own weights; what is put back belongs to one client of one run."""
+    sims = [prepared(fs.PFedSD(), seed) for seed in (2, 3)]
+    driver = start(starts(sims)).driver
+    edge = driver.transport.edge
+
+    def memory(run: int, client: int) -> dict:
+        return edge.store.get(run * 5 + client)["v"]
+
+    for run, sim in enumerate(sims):
+        for k in (0, 4):
+            assert identical({"": memory(run, k)}, {"": sim.initial})
+    assert not identical({"": memory(0, 0)}, {"": memory(1, 0)})
+    changed = {"v": {name: value + 1 for name, value in sims[1].initial.items()}}
+    down = {"memory": changed, "report": {"last": torch.tensor(2.0)}}
+    driver.ask([Order("restore", 1, 2, down, run=1)], run=1)
+    assert identical({"": memory(1, 2)}, {"": changed["v"]})
+    for run, k in ((0, 2), (1, 1), (1, 3)):
+        assert identical({"": memory(run, k)}, {"": sims[run].initial})
+    (state,) = driver.ask([Order("state", 1, 2, run=1)], run=1)
+    assert state.report["last"] == 2
+    assert identical({"": state.up["memory"]["v"]}, {"": changed["v"]})
+    (state,) = driver.ask([Order("state", 1, 2, run=0)], run=0)
+    assert (state.up, state.report["last"]) == ({}, 0)
 
 
 def test_replies_carry_each_runs_own_clients() -> None:
-    courses = [prepared(fs.FedAvg(), seed).start() for seed in (2, 3)]
-    both = fleet.Fleet(courses)
-    orders = [next(course.coordinator.course(course.server)) for course in courses]
-    replies = both.handle(orders)
-    assert [[reply.client for reply in part] for part in replies] == [
-        [order.client for order in part] for part in orders
-    ]
+    session = start(starts([prepared(fs.FedAvg(), seed) for seed in (2, 3)]))
+    requests = {coordinator.run: next(coordinator.talk()) for coordinator in session.coordinators}
+    replies = session.driver.exchange(requests)
+    for run, request in requests.items():
+        assert [(r.run, r.client) for r in replies[run]] == [(run, order.client) for order in request.orders]
+    assert [r.client for r in replies[0]] != [r.client for r in replies[1]]  # or nothing is shown

@@ -15,14 +15,18 @@ from hypothesis import strategies as st
 import fedstill as fs
 from fedstill import methods
 from fedstill.core import tree
+from fedstill.core.errors import CannotStack
+from fedstill.core.method import Upload
 from fedstill.core.plan import Plan
 from fedstill.engine.bench import Work
-from fedstill.run import fleet, simulation
+from fedstill.run import together
 from fedstill.run.experiment import Training
+from fedstill.run.prepare import Simulation, prepare
+from fedstill.run.session import Start, start
 from fedstill.timing.clock import Clock, Devices
 from fedstill.timing.schedule import MERGE, Schedule, Trigger, rehearse
 
-from ..problems import SETTINGS, cut_and_resumed, identical, make, ragged, states
+from ..problems import SETTINGS, WIRED, cut_and_resumed, finish, first_rounds, identical, make, ragged, rows, states
 
 SIZES = ((13, 5), (7, 3), (1, 2), (10, 4), (5, 1), (8, 2))
 SLOW = {"profile": "lognormal:0.8", "rounds": 4}
@@ -30,9 +34,13 @@ UNTIL = {"wait_free": "until-download"}
 BOTH = [fs.SpectralCoDistillation(personal_epochs=2), fs.Ditto(), fs.FedRoD()]
 
 
-def prepared(method: fs.Method, engine: str = "one", sizes=SIZES, **changes) -> simulation.Simulation:
-    how = Training(**{**SETTINGS, "participation": 1.0, "engine": engine, **SLOW, **changes})
-    return simulation.prepare(method, make("plain"), ragged(sizes), None, how)
+def prepared(method: fs.Method, engine: str = "one", sizes=SIZES, **changes) -> Simulation:
+    training = Training(**{**SETTINGS, "participation": 1.0, "engine": engine, **SLOW, **changes})
+    return prepare(method, make("plain"), ragged(sizes), None, training)
+
+
+def simulated(method: fs.Method, engine: str = "one", sizes=SIZES, **changes) -> fs.Run:
+    return finish(prepared(method, engine, sizes, **changes))
 
 
 def devices(folder: Path, rows: list[tuple[float, float, float]]) -> str:
@@ -49,8 +57,8 @@ def devices(folder: Path, rows: list[tuple[float, float, float]]) -> str:
 @pytest.mark.parametrize("method", [*BOTH, fs.APFL()], ids=lambda m: m.id)
 def test_the_same_weights_and_no_round_is_longer(method: fs.Method, engine: str) -> None:
     how = {"participation": 0.6, "rounds": 6, "drop": 0.1}
-    waits = prepared(method, engine, **how).run()
-    free = prepared(method, engine, **how, wait_free="fixed").run()
+    waits = simulated(method, engine, **how)
+    free = simulated(method, engine, **how, wait_free="fixed")
     assert identical(states(waits), states(free))
     lengths = [np.diff([0.0, *(record["time"] for record in run.history)]) for run in (waits, free)]
     assert (lengths[1] <= lengths[0] + 1e-12).all()
@@ -64,9 +72,9 @@ def test_a_round_by_hand(tmp_path: Path) -> None:
     how = {"sizes": ((10, 2), (4, 2)), "profile": profile, "rounds": 3}
     sent = 8.0 * sum(p.numel() for p in make("plain").parameters())
     merging = 2 * sent / MERGE
-    waits = prepared(method, **how).run()
+    waits = simulated(method, **how)
     assert [r["time"] for r in waits.history] == pytest.approx([t * (0.125 + 10 + 1 + merging) for t in (1, 2, 3)])
-    free = prepared(method, **how, wait_free="fixed").run()
+    free = simulated(method, **how, wait_free="fixed")
     # Round 1 ends with client 1's upload at 0.125 + 4 + 1; its personal work goes on until 10.125, into round 2.
     first = 5.125 + merging
     # Round 2: its download is there at first + 0.125, it ends its personal work at 10.125, then 4 s of work and 1 s of sending.
@@ -103,7 +111,7 @@ def test_steps_by_hand(tmp_path: Path) -> None:
     """Clients of 16 samples in batches of 4, 4 steps a pass. Client 0: 16 samples a second; client 1: 8."""
     profile = devices(tmp_path, [(16, 0.5, 0.25), (8, 0.125, 1)])
     how = {"sizes": ((16, 2), (16, 2)), "profile": profile, "rounds": 2, "batch_size": 4, "epochs": 1}
-    run = prepared(fs.Ditto(), **how, **UNTIL).run()
+    run = simulated(fs.Ditto(), **how, **UNTIL)
     sent = 8.0 * sum(p.numel() for p in make("plain").parameters())
     end = 0.125 + 2 + 1 + 2 * sent / MERGE
     assert [r["time"] for r in run.history] == pytest.approx([end, 2 * end])
@@ -122,14 +130,14 @@ def test_steps_by_hand(tmp_path: Path) -> None:
     assert "1 + as many as fit (v) local epochs" in run.table()
     for t in (1, 2):
         task = dataclasses.replace(bench.task, round=t)
-        works = [Work(k, method.send(task, server, k), memory[k], part="generic", last=t - 1) for k in (0, 1)]
+        works = [Work(k, method.send(task, server, k), memory[k], part="generic") for k in (0, 1)]
         done = list(trainer.train(t, works))
         idle = [
             dataclasses.replace(work, part="idle", local=one.local, steps=budgets[t][work.client])
             for work, one in zip(works, done, strict=True)
         ]
         memory = {one.client: one.memory for one in trainer.train(t, idle)}
-        server = method.merge(task, server, [fs.Upload(one.up, 16.0, one.client) for one in done])
+        server = method.merge(task, server, [Upload(one.up, 16.0, k) for k, one in enumerate(done)])
     assert identical({"": server["params"]}, {"": run.server["params"]})
     for k in (0, 1):
         assert identical({"": tree.flatten(memory[k])}, {"": tree.flatten(run.memory(k))})
@@ -143,8 +151,8 @@ def test_with_time_to_spare_the_cap_is_a_fixed_number_of_steps(tmp_path: Path) -
     profile = devices(tmp_path, [(1e9, 1, 1)] * 3)
     how = {"sizes": ((12, 2),) * 3, "profile": profile, "batch_size": 4, "epochs": 2}
     for method in (fs.Ditto(), fs.SpectralCoDistillation(personal_epochs=2), fs.FedRoD()):
-        waits = prepared(method, **how).run()
-        free = prepared(method, **how, **UNTIL, personal_cap=6).run()
+        waits = simulated(method, **how)
+        free = simulated(method, **how, **UNTIL, personal_cap=6)
         assert identical(states(waits), states(free))
 
 
@@ -160,9 +168,9 @@ EVERY = [
 @pytest.mark.parametrize("method", BOTH, ids=lambda m: m.id)
 def test_scoring_changes_nothing_nor_does_the_wire(method: fs.Method, changes: dict) -> None:
     often = prepared(method, **changes, eval_every=1)
-    found = states(often.run())
-    assert identical(found, states(prepared(method, **changes, eval_every=4).run()))
-    assert identical(found, states(often.run(through_wire=True)))
+    plain = states(finish(often))
+    assert identical(plain, states(simulated(method, **changes, eval_every=4)))
+    assert identical(plain, states(finish(often, WIRED)))
 
 
 @pytest.mark.parametrize("changes", EVERY, ids=["all", "cap", "broadcast", "hard"])
@@ -178,9 +186,7 @@ def test_a_run_that_stopped_goes_on_to_the_same_bits(changes: dict, tmp_path: Pa
             [json.loads(line) for line in (tmp_path / folder / file).read_text().splitlines()]
             for folder in ("whole", "cut")
         )
-        assert [{k: v for k, v in r.items() if "seconds" not in k} for r in ours] == [
-            {k: v for k, v in r.items() if "seconds" not in k} for r in theirs
-        ]
+        assert rows(ours) == rows(theirs)
 
 
 def test_who_is_not_asked() -> None:
@@ -188,7 +194,7 @@ def test_who_is_not_asked() -> None:
     runs = {}
     for name in ("cap", "broadcast"):
         ready = prepared(fs.Ditto(), **UNTIL, unselected=name, personal_cap=5, participation=1 / 6, rounds=3)
-        runs[name] = ready.run()
+        runs[name] = finish(ready)
     start = make_initial(runs["cap"])
     for name, run in runs.items():
         asked = {k for record in run.history for k in record["asked"]}
@@ -200,7 +206,7 @@ def test_who_is_not_asked() -> None:
 
 
 def test_the_cap_holds_and_is_met() -> None:
-    free, capped = (prepared(fs.Ditto(), **UNTIL, personal_cap=cap).run() for cap in (0, 4))
+    free, capped = (simulated(fs.Ditto(), **UNTIL, personal_cap=cap) for cap in (0, 4))
     assert free.history[1]["personal_steps"] > 6 * 4
     assert capped.history[1]["personal_steps"] == 6 * 4
 
@@ -214,14 +220,15 @@ def test_who_has_not_begun_is_scored_as_it_was(unselected: str, engine: str, tmp
         "sizes": ((16, 2), (16, 2)), "profile": devices(tmp_path, [(16, 0.5, 0.25), slow]), "rounds": 2, "batch_size": 4,
         "epochs": 1, "deadline": 3.0, "personal_cap": 5, "unselected": unselected,
     }  # fmt: skip
-    run = prepared(fs.Ditto(), engine, **how, **UNTIL).run()
+    run = simulated(fs.Ditto(), engine, **how, **UNTIL)
     for record in run.history:
         assert "1" in record["background"]
         assert record["background"]["1"][1] > record["time"]
         assert record["ready"] == record["time"]  # no personal step is left to be made
         assert "free" not in record
-    moved = [not identical({"": run.memory(k)["v"]}, {"": make_initial(run)}) for k in (0, 1)]
-    assert moved == [True, False]
+    initial = make_initial(run)
+    assert not identical({"": run.memory(0)["v"]}, {"": initial})
+    assert identical({"": run.memory(1)["v"]}, {"": initial})
     assert identical({"": run.personal(1)}, {"": run.generic()})
 
 
@@ -230,7 +237,7 @@ def test_a_model_that_was_sent_in_vain_changes_nothing(engine: str, tmp_path: Pa
     """By broadcast clients have the next model before they have made a step from the last one."""
     profile = devices(tmp_path, [(0.01, 0.1, 0.1)] * 6)
     how = {"profile": profile, "deadline": 1.0, "unselected": "broadcast", "participation": 1 / 6}
-    run = prepared(fs.Ditto(), engine, **how, **UNTIL).run()
+    run = simulated(fs.Ditto(), engine, **how, **UNTIL)
     asked = {k for record in run.history for k in record["asked"]}
     assert len(asked) == 4  # who was asked is at it for a long time
     assert all(identical({"": run.memory(k)["v"]}, {"": make_initial(run)}) for k in range(6))
@@ -238,10 +245,12 @@ def test_a_model_that_was_sent_in_vain_changes_nothing(engine: str, tmp_path: Pa
 
 
 def test_what_waits_for_personal_work_is_no_part_of_a_stack() -> None:
-    course = prepared(fs.Ditto(), "stacked", **UNTIL).start()
-    next(course.rounds())
-    for _, _, local in course.controller.begun.values():
-        for _, leaf in tree.leaves(local):
+    session = start([Start(prepared(fs.Ditto(), "stacked", **UNTIL))])
+    first_rounds(session)
+    begun = session.driver.transport.edge.begun
+    assert len(begun) == 6
+    for work in begun.values():
+        for _, leaf in tree.leaves(work.local):
             assert leaf.untyped_storage().nbytes() == leaf.nbytes
 
 
@@ -275,5 +284,5 @@ def test_settings_that_do_not_go_together() -> None:
         prepared(fs.Ditto(), **UNTIL, forgetting=True)
     with pytest.raises(fs.InputError, match="'off' for fedrod"):
         prepared(fs.FedRoD(personal_head=False), wait_free="fixed")
-    with pytest.raises(fleet.Apart, match="next download"):
-        fleet.run([prepared(fs.Ditto(), "stacked", **UNTIL, seed=seed).start() for seed in (1, 2)])
+    with pytest.raises(CannotStack, match="next download"):
+        together.run_starts([Start(prepared(fs.Ditto(), "stacked", **UNTIL, seed=seed)) for seed in (1, 2)])

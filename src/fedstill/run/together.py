@@ -17,7 +17,7 @@ from . import legal
 from .callbacks import Progress
 from .experiment import Experiment
 from .result import Run
-from .session import Session, Start, start, varying
+from .session import Session, Start, Transports, start, varying
 from .simulation import begin
 
 
@@ -27,6 +27,7 @@ def run_together(
     outs: Sequence[str | Path | None] | None = None,
     progress: Progress | None = None,
     federations: Sequence[Federation | None] | None = None,
+    transport: Transports | None = None,
 ) -> list[Run]:
     """Run experiments that differ in their seeds, in floating fields of their methods or in lr only, as one stack.
 
@@ -36,7 +37,9 @@ def run_together(
     """
     legal.check_runs(experiments, outs, federations, progress)
     follow = [None] * (len(experiments) - 1) + [progress]
-    return _all_or_raise(try_together(experiments, outs=outs, progress=follow, federations=federations))
+    return _all_or_raise(
+        try_together(experiments, outs=outs, progress=follow, federations=federations, transport=transport)
+    )
 
 
 def try_together(
@@ -46,6 +49,7 @@ def try_together(
     progress: Sequence[Progress | None] | None = None,
     federations: Sequence[Federation | None] | None = None,
     begins: Callable[[Sequence[int]], None] | None = None,
+    transport: Transports | None = None,
 ) -> list[Run | TrainingError]:
     """Run as `run_together` does, with a progress function for each run; a run that fails is replaced by its error.
 
@@ -58,17 +62,17 @@ def try_together(
             experiments, outs or none, federations or none, progress or none, strict=True
         )
     ]
-    return _run(dict(enumerate(starts)), begins or (lambda numbers: None))
+    return _run(dict(enumerate(starts)), begins or (lambda numbers: None), transport)
 
 
-def run_starts(starts: Sequence[Start]) -> list[Run]:
+def run_starts(starts: Sequence[Start], transport: Transports | None = None) -> list[Run]:
     """Run all to their ends. Raises `CannotStack` before the first round where they cannot go together."""
-    return _all_or_raise(attempt(starts))
+    return _all_or_raise(attempt(starts, transport))
 
 
-def attempt(starts: Sequence[Start]) -> list[Run | TrainingError]:
+def attempt(starts: Sequence[Start], transport: Transports | None = None) -> list[Run | TrainingError]:
     """Run all side by side; what goes wrong in the first round of several is a reason why they cannot."""
-    session = start(starts)
+    session = start(starts, transport)
     first = session.coordinators[0].state.round
     try:
         return session.run()
@@ -88,11 +92,13 @@ def _reason(session: Session, error: Exception) -> str:
     return first_line(error)
 
 
-def _run(starts: Mapping[int, Start], begins: Callable[[Sequence[int]], None]) -> list[Run | TrainingError]:
+def _run(
+    starts: Mapping[int, Start], begins: Callable[[Sequence[int]], None], transport: Transports | None
+) -> list[Run | TrainingError]:
     """Run all together; where that cannot be, those that differ in their seeds only; where that cannot be, one by one."""
     begins(list(starts))
     try:
-        return attempt(list(starts.values()))
+        return attempt(list(starts.values()), transport)
     except CannotStack as why:
         groups: dict[tuple[object, ...], list[int]] = {}
         for number, one in starts.items():
@@ -105,10 +111,10 @@ def _run(starts: Mapping[int, Start], begins: Callable[[Sequence[int]], None]) -
         for numbers in groups.values() if by_seed else [[number] for number in starts]:
             subset = {number: starts[number] for number in numbers}
             if by_seed:
-                results |= zip(numbers, _run(subset, begins), strict=True)
+                results |= zip(numbers, _run(subset, begins, transport), strict=True)
                 continue
             begins(numbers)
-            results |= zip(numbers, attempt(list(subset.values())), strict=True)
+            results |= zip(numbers, attempt(list(subset.values()), transport), strict=True)
         return [results[number] for number in starts]
 
 
