@@ -223,7 +223,7 @@ ERROR: Exception
 def test_an_exception_in_a_worker_reaches_the_caller(error: Exception) -> None:
     global ERROR
     ERROR = error
-    expected = type(error) if isinstance(error, ValueError | TrainingError) else RuntimeError
+    expected = InputError if isinstance(error, InputError) else TrainingError
     ready = prepared(Failing(), participation=1.0)
     with pytest.raises(expected) as caught:
         ready.run()

@@ -465,3 +465,42 @@ def test_bfloat16_reaches_the_products_alone() -> None:
     hidden = seen["hidden"].float()
     assert torch.allclose(params["bn.running_mean"], 0.1 * hidden.mean((0, 2, 3)), atol=1e-7)
     assert torch.allclose(params["bn.running_var"], 0.9 + 0.1 * hidden.var((0, 2, 3)), atol=1e-7)
+
+
+# ---- what tracing leaves behind ---------------------------------------------------------------------------------------------
+def test_objects_are_frozen_until_the_trainer_is_closed(traced) -> None:
+    assert gc.get_freeze_count() == 0
+    trainer, works = trainer_of(fs.FedAvg(), "plain")
+    other = trainer.over(trainer.bench)
+    list(other.train(1, works([0, 1])))
+    assert gc.get_freeze_count() > 1000
+    trainer.close()  # those of trainers made by `over`, too
+    assert gc.get_freeze_count() == 0
+
+
+def test_objects_are_not_frozen_for_longer_than_their_trainer_lives(traced) -> None:
+    trainer, works = trainer_of(fs.FedAvg(), "plain")
+    list(trainer.train(1, works([0, 1])))
+    assert gc.get_freeze_count() > 1000
+    del trainer, works
+    assert gc.get_freeze_count() == 0
+
+
+def test_runs_side_by_side_leave_nothing_frozen(traced) -> None:
+    settings = {**SETTINGS, "engine": "stacked", "rounds": 1, "clients": 3, "partition": "iid", "model": "mlp"}
+    fs.run_together([fs.Experiment(method=fs.FedAvg(), **{**settings, "seed": seed}) for seed in (0, 1)])
+    assert gc.get_freeze_count() == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slowing(fs.FedAvg):
+    """A learning rate that falls from round to round."""
+
+    def phases(self, task: Task) -> tuple[Phase, ...]:
+        return (Phase(lr=0.1 / task.round),)
+
+
+def test_a_program_takes_each_rounds_learning_rate(traced) -> None:
+    found = run(Slowing(), "plain", engine="stacked")
+    assert distance(states(run(Slowing(), "plain")), states(found)) < 1e-10
+    assert [stage is not None for stage in arenas(found)] == [True]

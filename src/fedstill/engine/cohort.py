@@ -16,6 +16,7 @@ from ..core.method import Phase
 from ..core.plan import Tables
 from ..core.tree import Params, Tree
 from .bench import Bench, Done, Store, Work, results_of
+from .hooks import calls, check_begun, check_unchanged, versions
 from .program import each_step
 from .step import ClientView, StackStep, Watched, over_clients, shared_loss
 
@@ -57,6 +58,7 @@ class Cohort:
             self.memory = store.gather(self.clients, per_sample, self.rows)
         else:
             self.memory = tree.stack([tree.fit_rows(work.memory, per_sample, self.rows) for work in works])
+        self.given = versions(down=self.down, memory=self.memory)  # to see whether a hook changes it
         self.site: Tree = {  # what differs between clients; the samples themselves lie in one shared array
             "index": train.rows(self.clients, self.rows),
             "samples": put(self.sizes, self.device, self.dtype),
@@ -70,12 +72,16 @@ class Cohort:
             }
         self.total = torch.zeros(len(works), dtype=self.dtype, device=self.device)
 
+    @calls("begin")
     def begin(self) -> Tree:
         """Return where the work begins: the round's beginning or, at an idle part, what the generic part left."""
         before: list[Tree] = [work.local if self.part == "idle" else {} for work in self.works]
         if not all(before):
             with torch.no_grad():
                 begun: Tree = over_clients(self._begin, self.site, self.down, self.memory)
+            models = [phase.model for _, phase, _ in self.phases if self.bench.method.step is None]
+            check_begun(self.bench.method, models, begun)
+            check_unchanged(self.bench.method, "begin", self.given)
             if not any(before):
                 return begun
             before = [local or tree.unstack(begun, row) for row, local in enumerate(before)]
@@ -84,6 +90,7 @@ class Cohort:
     def _begin(self, site: Tree, down: Tree, memory: Tree) -> Tree:
         return self.view.method(site).begin(self.view.at(site, self.x, self.y), down, memory)
 
+    @calls("enter")
     def enter(self, number: int, local: Tree) -> Tree:
         """Return `local` as a phase finds it."""
 
@@ -95,10 +102,13 @@ class Cohort:
         with torch.no_grad():
             return over_clients(entered, self.site, local)  # type: ignore[no-any-return]
 
+    @calls("finish")
     def finish(self, local: Tree) -> None:
         """End the work: what goes up, the memory and, of a generic part, `local`."""
+        given = self.given + versions(local=local)
         with torch.no_grad():
             up, memory = over_clients(self._finish, self.site, self.down, self.memory, local)
+        check_unchanged(self.bench.method, "finish", given)
         trained = self.bench.method.phases(self.watched)[-1].model if self.works[0].watch else ""
         self.up, self.memory_after, self.local = results_of(self.part, up, memory, local, trained)
 
@@ -161,7 +171,7 @@ class Cohort:
 
     def run(self, number: int, phase: Phase, epochs: int, local: Tree) -> Tree:
         """Train a phase step by step."""
-        names, rows = self.moving(phase, local), self.state(phase, local)
+        names, rows, before_it = self.moving(phase, local), self.state(phase, local), versions(local=local)
         step = StackStep(self.view, number, names, self.bench.sgd(phase), shared_loss(self.bench, phase))
         rows |= {name: tree.clone(rows[name]) for name in ("weights", "buffers") if name in rows}
         rows["momentum"] = tree.zeros(rows.get("momentum", {}))
@@ -181,8 +191,10 @@ class Cohort:
                 self.end_epoch(
                     number, ended, tree.map(head, before), {**now["weights"], **now["buffers"]}, now["fixed"]
                 )
+        check_unchanged(self.bench.method, "loss" if self.bench.method.step is None else "step", before_it)
         return self.trained(phase, local, rows)
 
+    @calls("after_epoch")
     def end_epoch(self, number: int, ended: Tensor, before: Params, now: Params, fixed: Params) -> None:
         """For clients whose epoch has ended, put the phase's new values in place and remember them as the next start."""
 

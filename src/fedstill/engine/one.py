@@ -11,11 +11,12 @@ from torch import Tensor
 from ..core import tree
 from ..core.batch import Batch
 from ..core.device import put
-from ..core.method import Phase
+from ..core.method import Method, Phase
 from ..core.task import Task
 from ..core.tree import Params, Tree
 from .bench import SMALL, Bench, Done, Work, results_of
 from .fused import Perceptron
+from .hooks import calls, check_begun, check_unchanged, explained, versions
 from .malloc import keep_freed_memory
 from .step import Step, by_autograd
 from .threads import threads
@@ -33,7 +34,9 @@ class One:
         keep_freed_memory()
         with self.threads(bench), torch.enable_grad():
             for work in works:
-                yield _train(bench, round, work, self.perceptron)
+                with explained(bench.method, bench.task, stacked=False):
+                    done = _train(bench, round, work, self.perceptron)
+                yield done
 
     def score(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[int]:
         """Return how many of each client's samples its model classifies correctly."""
@@ -57,17 +60,29 @@ def _train(bench: Bench, round: int, work: Work, perceptron: Perceptron | None) 
     steps = sum(count for _, count in phases)
     x, y = task.here().x, task.here().y
     memory = tree.fit_rows(work.memory, method.per_sample, len(y))
-    local = work.local if work.part == "idle" else {}
+    local, given = work.local if work.part == "idle" else {}, versions(down=work.down, memory=memory)
     if not local:
         with torch.no_grad():
             local = method.begin(task, work.down, memory)
+        check_begun(method, [phase.model for phase, _ in phases if method.step is None], local)
+        check_unchanged(method, "begin", given)
     total = torch.zeros((), dtype=x.dtype, device=x.device)
     for phase, count in phases:
+        before = versions(local=local)
         local = run_phase(bench, task, round, work.client, local, phase, count, total, perceptron)
-    with torch.no_grad():
-        up, memory = method.finish(task, work.down, memory, local)
+        check_unchanged(method, "loss" if method.step is None else "step", before)
+    given += versions(local=local)
+    up, memory = _finish(method, task, work.down, memory, local)
+    check_unchanged(method, "finish", given)
     up, memory, local = results_of(work.part, up, memory, local, method.phases(task)[-1].model if work.watch else "")
     return Done(work.client, up, memory, float(total) / max(1, steps), steps, len(y), local=local)
+
+
+@calls("finish")
+def _finish(method: Method, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
+    with torch.no_grad():
+        up, memory = method.finish(task, down, memory, local)
+    return up, memory
 
 
 def run_phase(

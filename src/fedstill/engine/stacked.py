@@ -26,6 +26,7 @@ from ..nn.kernels.autotune import Choices
 from ..nn.net import Net
 from .bench import Bench, CompileName, Done, Store, Work
 from .cohort import Cohort
+from .hooks import explained
 from .malloc import keep_freed_memory
 from .stage import CannotReplay, Programs, TooMany
 from .step import over_clients
@@ -59,7 +60,8 @@ class Stacked:
         results: list[Done] = []
         with _precision(self.exact):
             try:
-                results = self._round(bench, round, [works[i] for i in order], store)
+                with explained(bench.method, bench.task, stacked=True):
+                    results = self._round(bench, round, [works[i] for i in order], store)
             except torch.cuda.OutOfMemoryError as error:
                 if len(works) == 1:
                     raise InputError("model", Shown("its step"), "one that fits into the GPU's memory") from error
@@ -147,7 +149,8 @@ def refusal(bench: Bench) -> str | None:
     """Return why this model cannot be stacked, or None.
 
     Tried in float64 without effect: two clients with two samples each and one row of padding, against the two samples alone. A
-    model whose samples see one another (other than through BatchNorm), or that `vmap` does not take, is refused.
+    model whose samples see one another (other than through BatchNorm), or that `vmap` does not take, with a gradient or without,
+    is refused.
     """
     run_net, data = bench.net, bench.data.train
     if run_net.cumulative:
@@ -171,6 +174,9 @@ def refusal(bench: Bench) -> str | None:
         stacks = (tree.stack([t, t]) for t in (weights, rest))
         step = grad_and_value(objective, has_aux=True)
         both = over_clients(step, *stacks, *(torch.stack([t, t]) for t in (x, key, mask)))
+        with torch.no_grad():  # as models are scored: some modules take one path with a gradient and another without
+            for params, axis in ((start, None), (tree.stack([start, start]), 0)):
+                vmap(lambda p, x: net(p, x, train=False), in_dims=(axis, 0))(params, torch.stack([x, x]))
     except Exception as error:
         return first_line(error)
     (g1, (v1, b1)), (g2, (v2, b2)) = alone, both

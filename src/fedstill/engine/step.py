@@ -24,6 +24,7 @@ from ..core.optim import SGD
 from ..core.task import Site, Task
 from ..core.tree import Params, Tree
 from .bench import Bench
+from .hooks import calls
 
 Objective: TypeAlias = Callable[[Params, Params], tuple[Tensor, Params]]  # (weights, buffers) → loss, new buffers
 Differentiate: TypeAlias = Callable[[Objective, Params, Params], tuple[Params, tuple[Tensor, Params]]]
@@ -51,9 +52,16 @@ class Step:
 
         grads, (loss, buffers) = differentiate(objective, weights, buffers)
         if weights and type(self.method).correct is not Method.correct:
-            grads = self.method.correct(self.task, local, grads)
+            grads = self.corrected(local, grads)
         return grads, loss.detach(), buffers
 
+    @calls("correct")
+    def corrected(self, local: Tree, grads: Params) -> Params:
+        """Return the gradient that SGD takes, from the loss's own."""
+        corrected = self.method.correct(self.task, local, grads)
+        return {name: corrected[name] for name in grads}
+
+    @calls("step")
     def own(self, local: Tree, batch: Batch) -> tuple[Tree, Tensor]:
         """Take the whole step of a method that brings its own: return the new `local` and the loss."""
         assert self.method.step is not None
@@ -61,6 +69,7 @@ class Step:
         return local, loss.detach()
 
 
+@calls("loss")
 def by_autograd(objective: Objective, weights: Params, buffers: Params) -> tuple[Params, tuple[Tensor, Params]]:
     """Differentiate by autograd; the weights require a gradient, and the buffers are updated in place."""
     loss, buffers = objective(weights, buffers)
@@ -70,6 +79,7 @@ def by_autograd(objective: Objective, weights: Params, buffers: Params) -> tuple
     return dict(zip(weights, grads, strict=True)), (loss, buffers)
 
 
+@calls("loss")
 def by_func(objective: Objective, weights: Params, buffers: Params) -> tuple[Params, tuple[Tensor, Params]]:
     """Differentiate by `torch.func`, inside `vmap`; the buffers are copied."""
 

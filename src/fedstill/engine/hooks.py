@@ -1,0 +1,150 @@
+"""Mistakes in a method's hooks, as errors of one line that name the method, the hook, the place and the remedy.
+
+Engines call hooks without any guard, so nothing is spent on a step that goes well. When something fails, the traceback tells
+which hook it was: the outermost frame of the method's own code or, where a hook's result cannot be used, the engine's caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import CodeType, TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from ..core import tree
+from ..core.errors import InputError, TrainingError, first_line
+from ..core.method import Method
+from ..core.task import Task
+from ..core.tree import Tree
+from ..nn.net import Net
+
+HOOKS = ("begin", "phases", "fit", "loss", "step", "correct", "finish")
+CALLERS: dict[CodeType, str] = {}  # the engines' functions that do nothing but call one hook
+Frame = tuple[CodeType, int]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def calls(hook: str) -> Callable[[F], F]:
+    """Mark a function of an engine as the caller of a hook: what goes wrong in it is that hook's fault."""
+
+    def mark(function: F) -> F:
+        CALLERS[function.__code__] = hook
+        return function
+
+    return mark
+
+
+@contextlib.contextmanager
+def explained(method: Method, task: Task, stacked: bool) -> Iterator[None]:
+    """Turn what fails inside because of a hook, or of a model that cannot be stacked, into an error of one line."""
+    try:
+        yield
+    except (InputError, TrainingError, MemoryError, torch.cuda.OutOfMemoryError):
+        raise
+    except Exception as error:
+        clear = _explanation(method, task, error, stacked)
+        if clear is None:
+            raise
+        raise clear from error
+
+
+def _explanation(method: Method, task: Task, error: Exception, stacked: bool) -> Exception | None:
+    """Return the error to raise instead; None where no hook took part."""
+    frames = list(_frames(error.__traceback__))
+    found = _blamed(method, task, frames)
+    refused = (
+        stacked and any(code is Net._forward.__code__ for code, _ in frames) and "batching rule" in str(error).lower()
+    )
+    if refused:
+        return InputError("engine", "stacked", f"'one' for this model: {first_line(error)}")
+    if found is None:
+        return None
+    hook, place = found
+    name = f"{type(error).__name__}: " if isinstance(error, LookupError | AttributeError | TypeError) else ""
+    what = f"{type(method).__name__}.{hook}{place} failed: {name}{first_line(error)}"
+    return TrainingError(f"{what}. {_remedy(error, hook)}".replace("\n", " "))
+
+
+def _remedy(error: Exception, hook: str) -> str:
+    text = str(error).lower()
+    if ".item()" in text or "data-dependent" in text or "tolist" in text:
+        return "A hook must not read a tensor's value in Python: use torch.where or a mask, or engine='one'"
+    if "inplace" in text or "in-place" in text or "in place" in text:
+        return "A hook must not change a tensor in place: return a new one (x = x + y, not x += y)"
+    if isinstance(error, KeyError):
+        return "Entries come from init_server and send (down), init_client (memory) and begin (local)"
+    if "vmap" in text or "batching rule" in text:
+        return "A hook must consist of operations that torch.func.vmap takes, or be run by engine='one'"
+    returns = {
+        "loss": "It should return one number, a function of params", "fit": "It should return one number",
+        "correct": "It should return a tree like grads", "step": "It should return (local, loss)",
+        "finish": "It should return (upload, memory)", "begin": "It should return a tree of tensors",
+        "phases": "It should return a tuple of fedstill.Phase",
+    }  # fmt: skip
+    return returns.get(hook.partition("(")[0], "It should return a tree like the one that it was given")
+
+
+def _blamed(method: Method, task: Task, frames: list[Frame]) -> tuple[str, str] | None:
+    """Return the hook that took part, and where in its file it failed."""
+    codes = {code: f"{name}()" for name in HOOKS for code in _codes(getattr(type(method), name, None))}
+    with contextlib.suppress(Exception):  # what fails may be `phases` itself
+        for number, phase in enumerate(method.phases(task), start=1):
+            for part in ("loss", "enter", "after_epoch"):
+                function = getattr(phase, part)
+                name = getattr(function, "__name__", part)
+                for code in _codes(function):
+                    codes.setdefault(code, f"{name}() ({part} of phase {number})" if name != part else f"{part}()")
+    own = [i for i, (code, _) in enumerate(frames) if code in codes]
+    if own:
+        file = frames[own[0]][0].co_filename
+        line = [line for code, line in frames[own[0] :] if code.co_filename == file][-1]
+        return codes[frames[own[0]][0]], f" at {Path(file).name}:{line}"
+    callers = [CALLERS[code] for code, _ in frames if code in CALLERS]
+    return (f"{callers[-1]}()", "") if callers else None
+
+
+def _codes(function: Any) -> list[CodeType]:
+    """Return the code of a function or bound method, of what it wraps and of a partial's function."""
+    codes = []
+    while function is not None:
+        code = getattr(function, "__code__", None)
+        codes += [code] if isinstance(code, CodeType) else []
+        function = getattr(function, "func", None) or getattr(function, "__func__", None) if code is None else None
+    return codes
+
+
+def _frames(trace: TracebackType | None) -> Iterator[Frame]:
+    for frame, line in traceback.walk_tb(trace):
+        yield frame.f_code, line
+
+
+# ---- what fails without an error ------------------------------------------------------------------------------------------
+Versions = list[tuple[str, torch.Tensor, int]]
+
+
+def versions(**trees: Tree) -> Versions:
+    """Return how often each tensor of some trees has been changed in place."""
+    return [(f"{name}|{leaf}", value, value._version) for name, t in trees.items() for leaf, value in tree.leaves(t)]
+
+
+def check_begun(method: Method, models: Iterable[str], local: Tree) -> None:
+    """Refuse a `begin` that has not returned every model that a phase trains."""
+    for model in models:
+        if not isinstance(local, dict) or not isinstance(local.get(model), dict):
+            names = ", ".join(local) if isinstance(local, dict) else type(local).__name__
+            what = f"{type(method).__name__}.begin() returned no {model!r} for the phase that trains it, but {names}"
+            raise TrainingError(f"{what}. It should return a tree with every model that a phase trains")
+
+
+def check_unchanged(method: Method, hook: str, before: Versions) -> None:
+    """Refuse a hook that has changed one of its arguments in place."""
+    for name, value, version in before:
+        if value._version != version:
+            where, *rest = name.split(tree.SEPARATOR)
+            entry = where + "".join(f"[{part!r}]" for part in rest)
+            what = f"{type(method).__name__}.{hook}() changed its argument {entry} in place"
+            raise TrainingError(f"{what}. A hook must return new tensors (x = x + y, not x += y)")
