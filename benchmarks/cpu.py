@@ -26,8 +26,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fedstill as fs
 from fedstill import models
-from fedstill.run import simulation
 from fedstill.run.experiment import Training
+from fedstill.run.prepare import prepare
+from fedstill.run.session import Start, start
 
 
 class PlainCNN(nn.Module):
@@ -149,11 +150,11 @@ def our_worker(pipe: Connection, work: Workload, threads: int, changes: dict) ->
         engine="one", device="cpu", **changes,
     )  # fmt: skip
     model = work.plain() if work.model == "plain" else models.build(work.model, (1, 28, 28), 10)
-    ours = simulation.prepare(fs.FedAvg(), model, fed, None, how)
+    ours = prepare(fs.FedAvg(), model, fed, None, how)
     with ours.trainer.quiet():
-        rounds = ours.start().rounds()
+        rounds = start([Start(ours)]).rounds()
         while pipe.recv():
-            pipe.send(next(rounds)["train_seconds"])
+            pipe.send(next(rounds)[0]["train_seconds"])
     ours.trainer.close()
 
 

@@ -27,9 +27,10 @@ import fedstill as fs
 from fedstill import data as sources
 from fedstill import models
 from fedstill.data import Dataset
-from fedstill.run import fleet
 from fedstill.run.experiment import Training
-from fedstill.run.simulation import Simulation, begin, prepare
+from fedstill.run.prepare import Simulation, prepare
+from fedstill.run.session import Start, start
+from fedstill.run.simulation import begin
 
 # model, batch size, samples of a client, local epochs
 WORKLOADS = {"cnn64": ("cnn", 64, 512, 5), "cnn10": ("cnn", 10, 100, 5), "resnet18": ("resnet18", 10, 60, 2)}
@@ -70,7 +71,7 @@ def federation(clients: int, samples: int) -> fs.Federation:
 
 def ours(simulation: Simulation) -> Callable[[], float]:
     """One round of FedAvg each time it is called: seconds."""
-    rounds = simulation.start().rounds()
+    rounds = start([Start(simulation)]).rounds()
     next(rounds)  # the first traces, measures and compiles
 
     def lap() -> float:
@@ -212,13 +213,14 @@ def experiment(dataset: Dataset, precision: str, seeds: int, rounds: int = 100) 
         fs.Federation.from_dataset(dataset, partition=base.partition, clients=base.clients, seed=seed)
         for seed in range(seeds)
     ]
-    courses = [begin(one, federation=data) for one, data in zip(experiments, dealt, strict=True)]
+    starts = [begin(one, federation=data) for one, data in zip(experiments, dealt, strict=True)]
     torch.cuda.synchronize()
     began = time.perf_counter()
-    runs = fleet.run(courses)
+    session = start(starts)
+    runs = session.run()
     torch.cuda.synchronize()
     wall = time.perf_counter() - began
-    preparing = courses[0].choices.seconds
+    preparing = session.trainer.choices.seconds
     scores = [100 * run.score() for run in runs]
     return (
         f"pFedSD, CIFAR-100, 100 clients, {rounds} rounds, {seeds} seed(s), {precision}: {wall - preparing:.1f} s "

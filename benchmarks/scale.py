@@ -28,7 +28,8 @@ import torch
 import fedstill as fs
 from fedstill import models
 from fedstill.run.experiment import Training
-from fedstill.run.simulation import prepare
+from fedstill.run.prepare import prepare
+from fedstill.run.session import Start, start
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ def point(
     simulation = prepare(fs.PFedSD(), models.build(model, shape, 10, 0), data, None, how)
     held = sum(part.nbytes for part in (*simulation.trainer.bench.data.train.x.tensors().values(),)) if cuda else 0
     before = 0 if cuda else resident()
-    course = simulation.start()
-    going = course.rounds()
+    session = start([Start(simulation)])
+    going = session.rounds()
     next(going)
     if cuda:
         torch.cuda.synchronize()
@@ -98,12 +99,12 @@ def point(
         most = most if cuda else max(most, resident())
     peak = torch.cuda.max_memory_allocated() - held if cuda else most - before
     print(f"  {x:>9g}  {1e3 * statistics.median(laps):9.1f} ms a round  {peak / 2**20:9.0f} MiB  "
-          f"{course.store.stats()}", flush=True)  # fmt: skip
-    course.store.close()
+          f"{session.driver.transport.edge.store.stats() if cuda else ''}", flush=True)  # fmt: skip
+    session.driver.transport.edge.store.close()
     simulation.trainer.close()
     going.close()  # type: ignore[attr-defined]
     if cuda:
-        del course, simulation, going
+        del session, simulation, going
         torch.cuda.empty_cache()
     return Point(x, statistics.median(laps), peak / 2**20, model if label else "")
 

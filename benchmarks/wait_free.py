@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import fedstill as fs
 from fedstill import data as sources
 from fedstill.data import Dataset
+from fedstill.run.session import start
 from fedstill.run.simulation import begin
 
 WAITING = {"compute and wait": {}, "wait-free, fixed": {"wait_free": "fixed"},
@@ -32,15 +33,14 @@ METHODS = {"spectral": fs.SpectralCoDistillation, "ditto": fs.Ditto, "fedrod": f
 def reached(experiment: fs.Experiment, federation: fs.Federation, targets: Sequence[float]) -> list[float | None]:
     """The simulated seconds after which PM is at each target; None: not within the rounds."""
     found: list[float | None] = [None] * len(targets)
-    course = begin(experiment, federation=federation)
-    with course.simulation.trainer.quiet():
-        for record in course.rounds():
-            for i, target in enumerate(targets):
-                if found[i] is None and record["personal_sample"] >= target:
-                    found[i] = record.get("ready", record["time"])
-            if None not in found:
-                break
-    course.simulation.trainer.close()
+    session = start([begin(experiment, federation=federation)])
+    for (record,) in session.rounds():
+        for i, target in enumerate(targets):
+            if found[i] is None and record["personal_sample"] >= target:
+                found[i] = record.get("ready", record["time"])
+        if None not in found:
+            break
+    session.close()
     return found
 
 

@@ -7,7 +7,7 @@ train their clients as one cohort, and each is sent its own replies.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from ..core.errors import TrainingError
@@ -25,11 +25,17 @@ class Driver:
         self.early: list[Reply] = []  # answers to these that came while their run waited for something else
 
     def run(self, dialogues: Mapping[int, Dialogue[None]]) -> dict[int, TrainingError]:
-        """Run coordinators, by the number of their run, to their ends; return why some could not go on.
+        """Run coordinators, by the number of their run, to their ends; return why some could not continue.
 
         A run whose training fails leaves the others alone.
         """
         failed: dict[int, TrainingError] = {}
+        for _ in self.turns(dialogues, failed):
+            pass
+        return failed
+
+    def turns(self, dialogues: Mapping[int, Dialogue[None]], failed: dict[int, TrainingError]) -> Iterator[None]:
+        """Run coordinators, and yield whenever all have got their replies; `failed` is filled with what went wrong."""
         waiting: dict[int, Request] = {}
         replies: dict[int, list[Reply] | None] = dict.fromkeys(dialogues)
         while replies:
@@ -40,9 +46,9 @@ class Driver:
                     pass
                 except TrainingError as error:
                     failed[run] = error
+            yield
             replies = dict(self.exchange(waiting)) if waiting else {}
             waiting = {}
-        return failed
 
     def ask(self, orders: Sequence[Order], run: int = 0) -> list[Reply]:
         """Send orders of one run outside of its rounds, and return the replies."""

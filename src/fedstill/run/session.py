@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -25,7 +25,7 @@ from ..edge.model_store.tiers import available_memory
 from ..edge.monitor import Monitor, Policy
 from ..engine.bench import Bench
 from ..engine.trainer import Trainer
-from ..server.coordinator import Aggregator, Callback, Coordinator, Rounds, RunState
+from ..server.coordinator import Aggregator, Callback, Coordinator, Record, Rounds, RunState
 from ..server.optimizer import Rule
 from ..server.sampler import BY_PLAN, SAMPLERS, count
 from ..timing.asynchronous import Asynchronous, Asynchrony
@@ -74,6 +74,22 @@ class Session:
             return [failed[c.run] if c.run in failed else self._end(c) for c in self.coordinators]
         finally:
             self.trainer.close()
+
+    def rounds(self) -> Iterator[list[Record]]:
+        """Run round by round: yield the records of all runs whenever they have finished one. Whoever stops early closes."""
+        failed: dict[int, TrainingError] = {}
+        done = self.coordinators[0].state.round
+        with self.trainer.quiet():
+            for _ in self.driver.turns({c.run: c.talk() for c in self.coordinators}, failed):
+                for error in failed.values():
+                    raise error
+                while all(c.state.round > done for c in self.coordinators):
+                    yield [c.state.history[done] for c in self.coordinators]
+                    done += 1
+
+    def close(self) -> None:
+        """End worker processes and free what programs set aside."""
+        self.trainer.close()
 
     def _end(self, coordinator: Coordinator) -> Run | TrainingError:
         """Return a run's result, with the scores that were asked for after the federation."""
