@@ -73,3 +73,30 @@ def test_a_run_with_validation_data_scores_it() -> None:
     run = fs.run(experiment)
     assert set(run.history[-1]["val_samples"]) == {"0", "1", "2", "3"}
     assert 0 <= run.score(round="best-val") <= 1
+
+
+def test_the_mean_by_training_size() -> None:
+    """The fifth paper's PM: Σ (n_k/n)·acc_k with the training sizes, not those of the tests."""
+    sizes = {"0": 30, "1": 10, "2": 60}
+    history = [{**record, "train_samples": sizes} for record in HISTORY]
+    assert fs.Evaluation(mean="training").of(history) == pytest.approx((0.5 * 30 + 0.5 * 10 + 0.2 * 60) / 100)
+    contract = fs.Evaluation(mean="training", clients="participants")
+    assert contract.of(history) == pytest.approx((0.5 * 10 + 0.2 * 60) / 70)
+    assert "mean by training size" in str(contract)
+    with pytest.raises(fs.InputError, match="does not know its training samples"):
+        fs.Evaluation(mean="training").of(HISTORY)
+
+
+def test_a_run_knows_its_training_sizes() -> None:
+    run = fs.run(fs.Experiment(method=fs.FedAvg(), rounds=1, epochs=1, clients=4, partition="dirichlet:0.5"))
+    sizes = run.data.train.sizes
+    rates = run.history[-1]["personal_clients"]
+    expected = sum(sizes[k] * rates[str(k)] for k in range(4)) / sum(sizes)
+    assert run.score(mean="training") == pytest.approx(expected)
+    assert run.score(mean="training") != pytest.approx(run.score())
+
+
+def test_fedbabus_generic_score_can_be_the_averaged_personal_models() -> None:
+    """Nobody trains its head, so the fifth paper brackets its generic model and averages the personal ones."""
+    run = fs.run(fs.Experiment(method=fs.FedBABU(), rounds=1, epochs=1, clients=4, averaged=True))
+    assert run.after["averaged"] == run.averaged()

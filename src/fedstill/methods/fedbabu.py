@@ -36,6 +36,7 @@ class FedBABU(FedAvg):
     paper: ClassVar[str] = "Oh et al., ICLR 2022"
     scores: ClassVar[tuple[str, ...]] = ("personal", "generic")
     needs_head: ClassVar[bool] = True
+    trains_generic: ClassVar[bool] = False  # nobody trains its head
 
     personal_epochs: int = setting(5, "τ_f, epochs of fine-tuning; 0: none", least=0)
     personal_part: Literal["head", "all"] = setting("head", "what is fine-tuned")

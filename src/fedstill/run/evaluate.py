@@ -5,7 +5,8 @@
 | model | `personal`: each client's own; `generic`: the one for everybody |
 | clients | `all` (of those that train), or the `participants` of the round, each on its own test data; or `common`: the
             common test set, which belongs to nobody (generic model only) |
-| mean | `client`: every client counts alike; `sample`: every test sample does |
+| mean | `client`: every client counts alike; `sample`: every test sample does; `training`: every client by its number of
+            training samples (the fifth paper's PM) |
 | round | `last`; `mean10`: mean of the last ten scored; `best-val`: the best on validation data;
           `best-test`: the best on test data, which looks at the answer and is labelled so |
 """
@@ -29,7 +30,9 @@ class Evaluation:
 
     model: Literal["personal", "generic"] = setting("personal", "which model is scored")
     clients: Literal["all", "participants", "common"] = setting("all", "whose test data counts")
-    mean: Literal["client", "sample"] = setting("client", "what counts alike: clients or samples")
+    mean: Literal["client", "sample", "training"] = setting(
+        "client", "what counts alike: clients, test samples, or training samples (a client's accuracy counts by their number)"
+    )
     round: Literal["last", "mean10", "best-val", "best-test"] = setting("last", "which round counts")
 
     def __post_init__(self) -> None:
@@ -46,7 +49,8 @@ class Evaluation:
         }
         if self.clients == "common":
             return f"{self.model} model, common test set, {rounds[self.round]}"
-        return f"{self.model} model, {self.clients} clients, mean per {self.mean}, {rounds[self.round]}"
+        mean = "mean by training size" if self.mean == "training" else f"mean per {self.mean}"
+        return f"{self.model} model, {self.clients} clients, {mean}, {rounds[self.round]}"
 
     def of(self, history: Sequence[dict[str, Any]]) -> float:
         """Return the number, from a run's history."""
@@ -76,5 +80,9 @@ class Evaluation:
         rates, sizes = record[f"{prefix}{self.model}_clients"], record[f"{prefix}samples"]
         chosen = [str(k) for k in record["participants"]] if self.clients == "participants" else list(rates)
         values = [rates[k] for k in chosen if k in rates]
+        if self.mean == "training":
+            sizes = record.get("train_samples", {})
+            if any(k not in sizes for k in chosen if k in rates):
+                raise InputError("mean", self.mean, "'client' or 'sample': this run does not know its training samples")
         weights = [1.0 if self.mean == "client" else sizes[k] for k in chosen if k in rates]
         return float(np.average(values, weights=weights))

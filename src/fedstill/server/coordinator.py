@@ -226,6 +226,8 @@ class Coordinator:
             replies = yield Request(orders)
             scores = Scores.read(replies, self.method.scores)
             record |= summary(scores, "" if split == self.splits[0] else f"{split}_")
+        if len(self.samples):
+            record["train_samples"] = {str(k): int(self.samples[k]) for k in self.present()}
         if self.common is not None and generic is not None:
             record["generic_common"] = self.common(generic)
         return record
