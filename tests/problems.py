@@ -130,8 +130,8 @@ def retuned(ready: simulation.Simulation, **changes) -> simulation.Simulation:
 
 def states(run: fs.Run) -> dict[str, Params]:
     """Every model that a run ends with."""
-    found = {"generic": run.generic()}
-    return found | {f"personal {k}": run.personal(k) for k in range(run.task.clients)}
+    models = {"generic": run.generic()}
+    return models | {f"personal {k}": run.personal(k) for k in range(run.task.clients)}
 
 
 def distance(a: dict[str, Params], b: dict[str, Params]) -> float:
@@ -208,9 +208,9 @@ def point(params: Params) -> float:
 
 def cut_and_resumed(experiment: fs.Experiment, folder: Path, after: int) -> tuple[fs.Run, fs.Run]:
     """A whole run in `folder`/whole, and one that was stopped after a round and went on, in `folder`/cut."""
-    whole = fs.run(experiment, out=folder / "whole")
+    uninterrupted = fs.run(experiment, out=folder / "whole")
     cut(experiment, folder / "cut", after)
-    return whole, fs.resume(folder / "cut")
+    return uninterrupted, fs.resume(folder / "cut")
 
 
 def cut(experiment: fs.Experiment, out: Path, after: int) -> None:

@@ -19,7 +19,7 @@ def leaks(up: Tree, before: Tree, after: Tree, initial: Params, private: frozens
     constants and initial values alone explain says nothing of the client.
     """
     sent = dict(tree.leaves(up))
-    found = [f"{name} ← its own name" for name in sent if name.split(tree.SEPARATOR)[-1] in private]
+    findings = [f"{name} ← its own name" for name in sent if name.split(tree.SEPARATOR)[-1] in private]
     old, new = (
         {name: leaf for name, leaf in tree.leaves(memory) if name.split(tree.SEPARATOR)[-1] in private}
         for memory in (before, after)
@@ -28,8 +28,8 @@ def leaks(up: Tree, before: Tree, after: Tree, initial: Params, private: frozens
         start = initial[secret.split(tree.SEPARATOR)[-1]]
         for name, leaf in sent.items():
             if leaf.numel() == now.numel() > 1 and explains(leaf, old.get(secret, now), now, start):
-                found.append(f"{name} ← {secret}")
-    return found
+                findings.append(f"{name} ← {secret}")
+    return findings
 
 
 def explains(leaf: Tensor, old: Tensor, new: Tensor, start: Tensor) -> bool:

@@ -130,8 +130,8 @@ def stationary_layers(method: fs.Method, silence: tuple[float, ...] = ()) -> Non
 
     def slope() -> float:
         hidden = torch.tanh(net[0](torch.from_numpy(x)))
-        mine = torch.tensor(silence or [0.0], dtype=torch.float64)
-        full, left, right = (torch.log_softmax(net[2](hidden * mask), 1) for mask in (1.0, mine, 1 - mine))
+        private = torch.tensor(silence or [0.0], dtype=torch.float64)
+        full, left, right = (torch.log_softmax(net[2](hidden * mask), 1) for mask in (1.0, private, 1 - private))
         loss = nn.functional.nll_loss(full, torch.from_numpy(y)) + 0.05 * sum(
             p.square().sum() for p in net.parameters()
         )
@@ -298,9 +298,9 @@ def held_together(method: fs.Method) -> None:
     assert np.abs(best - B).max() > 1
     assert np.ptp(best) > 1
     run = on_quadratics(method, rounds=800, lr=0.01)
-    found = np.array([point(run.personal(k)) for k in range(n)])
-    assert np.abs(found - best).max() < 0.1
-    assert abs(point(run.generic()) - found.mean()) < 1e-9
+    reached = np.array([point(run.personal(k)) for k in range(n)])
+    assert np.abs(reached - best).max() < 0.1
+    assert abs(point(run.generic()) - reached.mean()) < 1e-9
 
 
 def adapted_pulls(method: fs.Method) -> None:

@@ -94,8 +94,8 @@ def test_1_fast_paths_on_and_off(row: Row, model: type[nn.Module], monkeypatch) 
     torch.manual_seed(5)
     net = model().double()
 
-    def trained(**how) -> fs.Run:
-        return run(row.method, net, workers=1, **how)
+    def trained(**changes) -> fs.Run:
+        return run(row.method, net, workers=1, **changes)
 
     off = trained(fast=False)
     assert used == []
@@ -152,19 +152,19 @@ def exchanges(method: fs.Method, engine: str, spied) -> list[list[str]]:
     several = ragged(((13, 5), (7, 3), (6, 2), (10, 4), (5, 1)))
     result = run(method, "normed", several, engine=engine, participation=1.0)
     task, initial = result.task, make("normed").state_dict()
-    memories, found = {}, []
+    memories, findings = {}, []
     for reply, after in (seen for seen in spied if seen[0].kind == "train"):
         before = memories.get(reply.client, method.init_client(task, initial))
-        found.append(leaks(reply.up, before, after, initial, method.private(task)))
+        findings.append(leaks(reply.up, before, after, initial, method.private(task)))
         memories[reply.client] = after
-    return found
+    return findings
 
 
 @every_row
 @pytest.mark.parametrize("engine", ["one", "stacked"])
 def test_5_private_stays_private(row: Row, engine: str, spied) -> None:
-    found = exchanges(row.method, engine, spied)
-    assert found == [[]] * 15  # three rounds of five clients
+    findings = exchanges(row.method, engine, spied)
+    assert findings == [[]] * 15  # three rounds of five clients
 
 
 LEAKS = {  # of the private head h, from h before and after the round and from what all begin with
@@ -188,19 +188,19 @@ def test_5_finds_a_method_that_leaks(leak: str, of: str, spied) -> None:
 
     class Leaky(fs.FedPer):
         def finish(self, task, down, memory, local):
-            up, kept = super().finish(task, down, memory, local)
-            return {**up, "statistics": LEAKS[leak](local["params"][of], memory[of], start)}, kept
+            up, new_memory = super().finish(task, down, memory, local)
+            return {**up, "statistics": LEAKS[leak](local["params"][of], memory[of], start)}, new_memory
 
-    found = exchanges(Leaky(), "one", spied)
-    caught = [lines == [f"statistics ← {of}"] for lines in found]
+    findings = exchanges(Leaky(), "one", spied)
+    caught = [lines == [f"statistics ← {of}"] for lines in findings]
     assert all(caught[5:] if leak == "an earlier one" else caught)  # the first one is what everybody has
 
 
 @every_row
 def test_6_cohorts_and_padding_are_invisible(row: Row) -> None:
-    whole = run(row.method, "normed", engine="stacked")
+    together = run(row.method, "normed", engine="stacked")
     for cohort in (1, 2):
-        assert distance(states(whole), states(run(row.method, "normed", engine="stacked", cohort=cohort))) < 1e-10
+        assert distance(states(together), states(run(row.method, "normed", engine="stacked", cohort=cohort))) < 1e-10
     assert identical(states(run(row.method, cohort=2)), states(run(row.method)))
 
 

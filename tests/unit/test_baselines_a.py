@@ -52,13 +52,13 @@ class Misnamed(nn.Module):
 def test_fedbn_never_uploads_batchnorm_and_knows_it_by_its_type(spied) -> None:
     torch.manual_seed(0)
     ended = fs.simulate(fs.FedBN(), model=Misnamed().double(), data=ragged(), **SETTINGS, engine="one")
-    kept = {"scale.weight", "scale.bias", "scale.running_mean", "scale.running_var", "scale.num_batches_tracked"}
-    assert ended.method.private(ended.task) == kept
+    expected = {"scale.weight", "scale.bias", "scale.running_mean", "scale.running_var", "scale.num_batches_tracked"}
+    assert ended.method.private(ended.task) == expected
     assert {name for _, up in uploads(spied) for name in up} == {
         f"params|{name}" for name in ("bn.weight", "bn.bias", "head.weight", "head.bias")
     }
     own = [ended.personal(k) for k in range(5)]
-    assert all(torch.equal(own[0]["bn.weight"], mine["bn.weight"]) for mine in own)
+    assert all(torch.equal(own[0]["bn.weight"], model["bn.weight"]) for model in own)
     took_part = {k for record in ended.history for k in record["participants"]}
     assert len({tuple(own[k]["scale.running_mean"].tolist()) for k in took_part}) == len(took_part)
     assert all(own[k]["scale.running_mean"].abs().max() == 0 for k in range(5) if k not in took_part)
@@ -135,8 +135,8 @@ def test_feddyn_by_hand_with_two_of_three_clients() -> None:
             trained[k] = w
         h -= alpha / 3 * sum(trained[k] - theta for k in present)
         theta = np.mean([trained[k] for k in present], axis=0) - h / alpha
-        found = ended[t].generic()
-        assert np.allclose([float(found["body.w"]), float(found["head.w"])], theta, atol=1e-12)
+        generic = ended[t].generic()
+        assert np.allclose([float(generic["body.w"]), float(generic["head.w"])], theta, atol=1e-12)
 
 
 @pytest.mark.parametrize("alpha", [0, -0.1])

@@ -26,11 +26,11 @@ from ..problems import SETTINGS, make, on_quadratics, point, ragged, run
 
 def at_home(method: fs.Method, model: str = "plain", client: int = 0, round: int = 1, last: int = 0, **changes) -> Task:
     """The task as a client of the shared problem sees it."""
-    how = Training(**{**SETTINGS, **changes}, engine="one")
-    return simulation.prepare(method, make(model), ragged(), None, how).trainer.bench.home(round, client, last)
+    training = Training(**{**SETTINGS, **changes}, engine="one")
+    return simulation.prepare(method, make(model), ragged(), None, training).trainer.bench.home(round, client, last)
 
 
-def whole(task: Task) -> Batch:
+def full_batch(task: Task) -> Batch:
     """All of a client's samples."""
     site = task.here()
     return Batch(site.x[site.index], site.y, site.index, torch.tensor(11))
@@ -69,7 +69,7 @@ def test_a_second_batch_is_the_clients_own_padded_or_not() -> None:
     assert len(set(drawn.index.tolist())) == 4
     assert torch.equal(drawn.x, site.x[drawn.index])
     assert not torch.equal(drawn.index, task.redraw(batch, 2).index)
-    assert sorted(task.redraw(whole(task), 1).index.tolist()) == list(range(n)), "a full batch is all samples"
+    assert sorted(task.redraw(full_batch(task), 1).index.tolist()) == list(range(n)), "a full batch is all samples"
     index = torch.cat([site.index, torch.zeros(5, dtype=torch.int64)])
     padded = dataclasses.replace(task, site=dataclasses.replace(site, index=index))
     again = padded.redraw(batch, 1)
@@ -99,7 +99,7 @@ def test_apfls_step_is_the_papers(alpha: float) -> None:
     """∇_v f(v̄), ∇_α f(v̄) and ∇_w f(w) by autograd through the mixture written out; all at the values before the step."""
     method = fs.APFL(alpha=alpha)
     task = at_home(method, momentum=0.0, weight_decay=0.0, lr=0.4)
-    batch, w, v = whole(task), task.net.initial(), other(task)
+    batch, w, v = full_batch(task), task.net.initial(), other(task)
     memory = {**method.init_client(task, w), "v": v}
     local = method.begin(task, {"params": w}, memory)
     after, loss = method.step(task, local, batch)
@@ -120,8 +120,8 @@ def test_apfls_step_is_the_papers(alpha: float) -> None:
         assert torch.allclose(after["v"][name], v[name] - 0.4 * gv, atol=1e-12)
         assert torch.allclose(after["params"][name], w[name] - 0.4 * gw, atol=1e-12)
     assert abs(float(by_v[-1])) > 1e-3
-    wanted = min(1.0, max(0.0, alpha - 0.4 * float(by_v[-1])))
-    assert float(after["alpha"]) == pytest.approx(wanted, abs=1e-12)
+    target = min(1.0, max(0.0, alpha - 0.4 * float(by_v[-1])))
+    assert float(after["alpha"]) == pytest.approx(target, abs=1e-12)
     again, _ = method.step(task, after, batch)
     assert float(again["alpha"]) == float(after["alpha"]), "α takes one step a round"
     assert not torch.equal(again["v"]["fc1.bias"], after["v"]["fc1.bias"])
@@ -130,10 +130,10 @@ def test_apfls_step_is_the_papers(alpha: float) -> None:
 def test_apfl_keeps_v_apart_from_the_mixture() -> None:
     """A known trap: v overwritten by v̄."""
     result = run(fs.APFL(alpha=0.5, adaptive=False), participation=1.0)
-    kept = result.memory(0)
+    stored = result.memory(0)
     for name, value in result.personal(0).items():
-        assert torch.allclose(value, 0.5 * kept["v"][name] + 0.5 * result.generic()[name], atol=1e-14)
-        assert not torch.allclose(value, kept["v"][name], atol=1e-6)
+        assert torch.allclose(value, 0.5 * stored["v"][name] + 0.5 * result.generic()[name], atol=1e-14)
+        assert not torch.allclose(value, stored["v"][name], atol=1e-6)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -173,8 +173,8 @@ def test_l2gds_coin_and_expected_communication(p: float) -> None:
 def test_l2gds_coin_is_common_to_all_clients() -> None:
     """Every participant of a round makes the same number of epochs, and rounds differ."""
     method = fs.L2GD(p=0.3, lam=0.1)
-    how = Training(**{**SETTINGS, "rounds": 6, "participation": 1.0}, engine="one")
-    prepared = simulation.prepare(method, make("plain"), ragged(), None, how)
+    training = Training(**{**SETTINGS, "rounds": 6, "participation": 1.0}, engine="one")
+    prepared = simulation.prepare(method, make("plain"), ragged(), None, training)
     bench = prepared.trainer.bench
     lengths = [method.iterations(dataclasses.replace(bench.task, round=t))[0] for t in range(1, 7)]
     assert len(set(lengths)) > 1
@@ -185,9 +185,9 @@ def test_l2gds_coin_is_common_to_all_clients() -> None:
 def test_l2gds_mean_is_over_all_clients() -> None:
     """Also over those that sat the last round out; their models are as they left them."""
     result = run(fs.L2GD(p=0.4, lam=0.5), rounds=5, participation=0.4)
-    kept = [result.memory(k)["params"] for k in range(5)]
+    stored = [result.memory(k)["params"] for k in range(5)]
     for name, value in result.generic().items():
-        assert torch.allclose(value, torch.stack([mine[name] for mine in kept]).mean(0), atol=1e-12)
+        assert torch.allclose(value, torch.stack([model[name] for model in stored]).mean(0), atol=1e-12)
 
 
 def test_l2gd_draws_models_together_by_theta() -> None:
@@ -214,16 +214,16 @@ def test_per_fedavgs_hessian_term_is_autograds() -> None:
     """(∇f(w + δg) − ∇f(w − δg))/2δ against the Hessian-vector product by double backward."""
     method = fs.PerFedAvg(variant="hf", delta=1e-4)
     task = at_home(method)
-    batch, w = whole(task), task.net.initial()
+    batch, w = full_batch(task), task.net.initial()
     g = tree.sub(other(task, 1.0), w)
     leaf = {n: p.clone().requires_grad_() for n, p in w.items()}
     slope = torch.autograd.grad(method.fit(task, leaf, batch), list(leaf.values()), create_graph=True)
     product = sum((s * v).sum() for s, v in zip(slope, g.values(), strict=True))
     expected = torch.autograd.grad(product, list(leaf.values()))
-    found = method.hessian_times(task, w, g, batch)
-    for value, wanted in zip(found.values(), expected, strict=True):
-        assert torch.allclose(value, wanted, atol=1e-7)
-        assert wanted.abs().max() > 1e-3
+    actual = method.hessian_times(task, w, g, batch)
+    for value, target in zip(actual.values(), expected, strict=True):
+        assert torch.allclose(value, target, atol=1e-7)
+        assert target.abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("variant", ["fo", "hf"])
@@ -231,15 +231,15 @@ def test_per_fedavgs_update_is_mamls(variant: str) -> None:
     """The loss's gradient is ∇f(w̃), or the gradient through the inner step (full batches: D = D′ = D″)."""
     method = fs.PerFedAvg(variant=variant, alpha=0.7, delta=1e-5)
     task = at_home(method)
-    batch, w = whole(task), task.net.initial()
+    batch, w = full_batch(task), task.net.initial()
     leaf = {n: p.clone().requires_grad_() for n, p in w.items()}
-    found = torch.autograd.grad(method.loss(task, leaf, {}, batch), list(leaf.values()))
+    actual = torch.autograd.grad(method.loss(task, leaf, {}, batch), list(leaf.values()))
     inner = torch.autograd.grad(method.fit(task, leaf, batch), list(leaf.values()), create_graph=variant == "hf")
     adapted = {n: p - 0.7 * g for (n, p), g in zip(leaf.items(), inner, strict=True)}
     expected = torch.autograd.grad(method.fit(task, adapted, batch), list(leaf.values()))
-    assert all(torch.allclose(a, b, atol=1e-8) for a, b in zip(found, expected, strict=True))
+    assert all(torch.allclose(a, b, atol=1e-8) for a, b in zip(actual, expected, strict=True))
     plain = torch.autograd.grad(method.fit(task, leaf, batch), list(leaf.values()))
-    assert max(float((a - b).abs().max()) for a, b in zip(found, plain, strict=True)) > 1e-3
+    assert max(float((a - b).abs().max()) for a, b in zip(actual, plain, strict=True)) > 1e-3
 
 
 def test_per_fedavgs_personal_model_is_a_step_on_local_data() -> None:
@@ -281,17 +281,17 @@ def test_fedfomos_weights_by_hand() -> None:
     x, y = np.zeros((4, 1)), np.zeros(4, dtype=int)
     data = fs.Federation.from_arrays([(x, y, x, y)] * 3, classes=2)
     method = fs.FedFomo(m=2, val=0)
-    how = Training(rounds=1, dtype="float64", device="cpu", engine="one")
-    bench = simulation.prepare(method, Constant(), data, None, how).trainer.bench
+    training = Training(rounds=1, dtype="float64", device="cpu", engine="one")
+    bench = simulation.prepare(method, Constant(), data, None, training).trainer.bench
     task, never = bench.home(2, 0, last=1), bench.home(1, 0)
     at = lambda a, b: {"b": torch.tensor([a, b], dtype=torch.float64)}  # noqa: E731
     memory = {"before": at(0, 0), "own": at(math.log(3), 0)}
     down = {"models": {"0": at(0, math.log(3)), "1": at(math.log(7), 0)}, "who": torch.tensor([1, 2])}
     worth = np.array([math.log(1.5) / math.log(3), 0.0, math.log(1.75) / math.log(7)])
     worth /= worth.sum()
-    found = method.weigh(task, down, memory)
-    assert found.tolist() == pytest.approx(worth.tolist(), abs=1e-14)
-    theta = method.combined(down, memory, found)["b"]
+    actual = method.weigh(task, down, memory)
+    assert actual.tolist() == pytest.approx(worth.tolist(), abs=1e-14)
+    theta = method.combined(down, memory, actual)["b"]
     assert theta.tolist() == pytest.approx([worth[0] * math.log(3) + worth[2] * math.log(7), 0.0], abs=1e-14)
     nobody = {**down, "who": torch.tensor([-1, -1])}
     assert method.weigh(task, nobody, memory).tolist() == [1, 0, 0]
@@ -332,12 +332,12 @@ def test_fedfomo_does_not_train_on_what_measures() -> None:
     """Every fifth sample: changing their labels changes no gradient."""
     method = fs.FedFomo()
     task = at_home(method)
-    batch, w = whole(task), task.net.initial()
-    held = batch.index % 5 == 0
-    changed = dataclasses.replace(batch, y=torch.where(held, (batch.y + 1) % 3, batch.y))
+    batch, w = full_batch(task), task.net.initial()
+    measures = batch.index % 5 == 0
+    changed = dataclasses.replace(batch, y=torch.where(measures, (batch.y + 1) % 3, batch.y))
     slopes = [task.gradient(lambda p, b: method.loss(task, p, {}, b), w, each)[0] for each in (batch, changed)]
     assert all(torch.equal(slopes[0][n], slopes[1][n]) for n in w)
-    x, y = batch.x[held], batch.y[held]
+    x, y = batch.x[measures], batch.y[measures]
     assert float(method.measured(task, w)) == pytest.approx(float(F.cross_entropy(task.predict(w, x), y)), abs=1e-14)
 
 
@@ -347,15 +347,15 @@ def test_the_simplex_programme_against_a_grid(seed: int) -> None:
     """No point of a grid on the simplex is better; entries at 0, singular matrices and ties included."""
     g = np.random.default_rng(seed)
     rank, steps = 1 + seed % 4, 40
-    apart = g.normal(size=(4, rank)) + (2 * g.normal(size=rank) if seed % 2 else 0)
-    matrix = apart @ apart.T + np.diag(g.random(4) * (seed % 3) * 0.2)
-    found = simplex_minimum(torch.from_numpy(matrix))
-    assert float(found.min()) >= 0
-    assert float(found.sum()) == pytest.approx(1, abs=1e-12)
+    vectors = g.normal(size=(4, rank)) + (2 * g.normal(size=rank) if seed % 2 else 0)
+    matrix = vectors @ vectors.T + np.diag(g.random(4) * (seed % 3) * 0.2)
+    actual = simplex_minimum(torch.from_numpy(matrix))
+    assert float(actual.min()) >= 0
+    assert float(actual.sum()) == pytest.approx(1, abs=1e-12)
     grid = np.array([c for c in itertools.product(range(steps + 1), repeat=3) if sum(c) <= steps]) / steps
     grid = np.column_stack([grid, 1 - grid.sum(1)])
     best = np.einsum("ni,ij,nj->n", grid, matrix, grid)
-    value = float(found.numpy() @ matrix @ found.numpy())
+    value = float(actual.numpy() @ matrix @ actual.numpy())
     assert value <= best.min() + 1e-8
     slack = 2 * np.abs(matrix).max() * 4 / steps
     assert value >= best.min() - slack
@@ -437,8 +437,8 @@ SMALL = {"generator_hidden": 16, "generator_noise": 4, "generator_batch": 64}
 def test_fedgens_generator_learns_and_no_data_reaches_the_server(spied) -> None:
     """Its loss on labels and noise that it was not trained with falls; uploads are models and label counts, nothing else."""
     method = fs.FedGen(generator_steps=60, generator_lr=0.01, **SMALL)
-    how = Training(**{**SETTINGS, "rounds": 4, "participation": 1.0}, engine="one")
-    prepared = simulation.prepare(method, make("normed"), ragged(), None, how)
+    training = Training(**{**SETTINGS, "rounds": 4, "participation": 1.0}, engine="one")
+    prepared = simulation.prepare(method, make("normed"), ragged(), None, training)
     task = prepared.trainer.bench.task
     with pytest.raises(RuntimeError, match="server"):
         task.here()
@@ -474,8 +474,8 @@ def test_fedgens_generator_loss_by_hand() -> None:
             taught -= float(counts[k, y[i]] / counts[:, y[i]].sum() * torch.log_softmax(logits, 0)[y[i]]) / 6
     pairs = [(i, j) for i in range(6) for j in range(6)]
     spread = np.mean([float((eps[i] - eps[j]).square().mean() * (z[i] - z[j]).abs().mean()) for i, j in pairs])
-    found = method.generator_loss(task, generator, tree.stack(heads), counts, key)
-    assert float(found) == pytest.approx(taught + 0.5 * math.exp(-spread), abs=1e-12)
+    actual = method.generator_loss(task, generator, tree.stack(heads), counts, key)
+    assert float(actual) == pytest.approx(taught + 0.5 * math.exp(-spread), abs=1e-12)
 
 
 def test_fedgen_draws_labels_and_noise_as_it_says() -> None:
@@ -509,7 +509,7 @@ def test_generated_features_leave_batchnorms_statistics_alone() -> None:
     moved = []
     for kind in (method, fs.FedAvg()):
         _, _, buffers = task.gradient(
-            lambda p, b, kind=kind: kind.loss(task, p, local, b), server["params"], whole(task)
+            lambda p, b, kind=kind: kind.loss(task, p, local, b), server["params"], full_batch(task)
         )
         moved.append(buffers)
     assert all(torch.equal(moved[0][n], moved[1][n]) for n in moved[0])

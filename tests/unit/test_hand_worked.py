@@ -156,16 +156,16 @@ def module(w: Weights, tanh: bool = True) -> nn.Sequential:
 
 def agree(method, w: Weights, data, work: Work, engine: str, expected, rounds: int = 2, tanh: bool = True) -> None:
     """Run the library and compare with (generic, [personal models]), as worked out by hand."""
-    how = dataclasses.asdict(work)
+    training = dataclasses.asdict(work)
     run = fs.simulate(
         method, model=module(w, tanh), data=federation(data, len(w[f"{layers(w)[-1]}.bias"])), head=layers(w)[-1],
-        rounds=rounds, participation=1.0, batch_size=64, dtype="float64", device="cpu", engine=engine, **how,
+        rounds=rounds, participation=1.0, batch_size=64, dtype="float64", device="cpu", engine=engine, **training,
     )  # fmt: skip
     generic, personal = expected
-    for said, hand in [(run.generic(), generic), *((run.personal(k), v) for k, v in enumerate(personal))]:
-        assert said.keys() == hand.keys()
+    for ours, hand in [(run.generic(), generic), *((run.personal(k), v) for k, v in enumerate(personal))]:
+        assert ours.keys() == hand.keys()
         for name, value in hand.items():
-            np.testing.assert_allclose(said[name].numpy(), value, rtol=0, atol=TOLERANCE, err_msg=name)
+            np.testing.assert_allclose(ours[name].numpy(), value, rtol=0, atol=TOLERANCE, err_msg=name)
 
 
 def test_the_hand_gradients_themselves() -> None:
@@ -188,7 +188,7 @@ def test_the_hand_gradients_themselves() -> None:
 
 
 # ---- 1. pFedSD ------------------------------------------------------------------------------------------------------------
-def self_distilled(w0: Weights, data, work: Work, by_held, rounds: int = 2, tanh: bool = True):
+def self_distilled(w0: Weights, data, work: Work, by_penalty, rounds: int = 2, tanh: bool = True):
     """Eq. 3, 4 and Algorithms 1, 2. `by_held(w, v, x, y, z, t)`: (∂/∂z, ∂/∂w) of λ·R, R against the past model v."""
     w, past = w0, [None] * len(data)
     for t in range(1, rounds + 1):
@@ -198,7 +198,7 @@ def self_distilled(w0: Weights, data, work: Work, by_held, rounds: int = 2, tanh
                 z, inputs = forward(u, x, tanh)
                 by_z, by_u = by_cross_entropy(z, y), None
                 if v is not None:
-                    extra, by_u = by_held(u, v, x, y, z, t)
+                    extra, by_u = by_penalty(u, v, x, y, z, t)
                     by_z = by_z + extra
                 grads = backward(u, inputs, by_z, tanh)
                 return grads if by_u is None else added(grads, by_u)
@@ -215,11 +215,11 @@ def self_distilled(w0: Weights, data, work: Work, by_held, rounds: int = 2, tanh
 def test_pfedsd(scaled: bool, work: Work, engine: str, tanh: bool) -> None:
     w, data, lam, tau = initial((INPUTS, 4, 2)), clients(), 0.7, 3.0
 
-    def held(u, v, x, y, z, t):
+    def penalty(u, v, x, y, z, t):
         return lam * (tau**2 if scaled else 1) * by_student(forward(v, x, tanh)[0], z, tau), None
 
     method = fs.PFedSD(lam=lam, tau=tau, scale_by_temperature=scaled)
-    agree(method, w, data, work, engine, self_distilled(w, data, work, held, tanh=tanh), tanh=tanh)
+    agree(method, w, data, work, engine, self_distilled(w, data, work, penalty, tanh=tanh), tanh=tanh)
 
 
 @both_engines
@@ -227,10 +227,10 @@ def test_pfedsd(scaled: bool, work: Work, engine: str, tanh: bool) -> None:
 def test_pfedsd_where_the_teacher_is_kept(change, engine: str) -> None:
     w, data, lam, tau, work = initial((INPUTS, 4, 2)), clients(), 0.7, 2.0, DECAY
 
-    def held(u, v, x, y, z, t):
+    def penalty(u, v, x, y, z, t):
         return lam * tau**2 * by_student(forward(v, x)[0], z, tau), None
 
-    expected = self_distilled(w, data, work, held, rounds=3)
+    expected = self_distilled(w, data, work, penalty, rounds=3)
     agree(fs.PFedSD(lam=lam, tau=tau, **change), w, data, work, engine, expected, rounds=3)
 
 
@@ -239,12 +239,12 @@ def test_pfedsd_ramp(engine: str) -> None:
     """λ_t = λ·min(1, t/(ramp·T)): the paper proposes a rise, the library a linear one."""
     w, data, lam, rounds, ramp = initial((INPUTS, 4, 2)), clients(), 0.8, 4, 0.75
 
-    def held(u, v, x, y, z, t):
+    def penalty(u, v, x, y, z, t):
         return lam * min(1, t / (ramp * rounds)) * by_student(forward(v, x)[0], z, 1.0), None
 
     agree(
         fs.PFedSD(lam=lam, ramp=ramp), w, data, HEAVY, engine,
-        self_distilled(w, data, HEAVY, held, rounds=rounds), rounds=rounds,
+        self_distilled(w, data, HEAVY, penalty, rounds=rounds), rounds=rounds,
     )  # fmt: skip
 
 
@@ -254,10 +254,10 @@ def test_pfedsd_mse(work: Work, engine: str) -> None:
     """R = mean over samples and classes of (z_v − z_w)²."""
     w, data, lam = initial((INPUTS, 4, 2)), clients(), 0.6
 
-    def held(u, v, x, y, z, t):
+    def penalty(u, v, x, y, z, t):
         return lam * 2 * (z - forward(v, x)[0]) / z.size, None
 
-    agree(fs.PFedSD(lam=lam, regulariser="mse"), w, data, work, engine, self_distilled(w, data, work, held))
+    agree(fs.PFedSD(lam=lam, regulariser="mse"), w, data, work, engine, self_distilled(w, data, work, penalty))
 
 
 @both_engines
@@ -266,10 +266,10 @@ def test_pfedsd_l2(work: Work, engine: str) -> None:
     """R = ½‖w − v‖²."""
     w, data, lam = initial((INPUTS, 4, 2)), clients(), 0.6
 
-    def held(u, v, x, y, z, t):
+    def penalty(u, v, x, y, z, t):
         return 0 * z, {name: lam * (u[name] - v[name]) for name in u}
 
-    agree(fs.PFedSD(lam=lam, regulariser="l2"), w, data, work, engine, self_distilled(w, data, work, held))
+    agree(fs.PFedSD(lam=lam, regulariser="l2"), w, data, work, engine, self_distilled(w, data, work, penalty))
 
 
 @both_engines
@@ -278,7 +278,7 @@ def test_pfedsd_ewc(work: Work, engine: str) -> None:
     """R = ½·Σ F·(w − v)², F = mean over samples of (∇ log p_v(y|x))²: squared sample by sample, labels as given."""
     w, data, lam = initial((INPUTS, 4, 2)), clients(sizes=(19, 4)), 3.0
 
-    def held(u, v, x, y, z, t):
+    def penalty(u, v, x, y, z, t):
         fisher = {name: np.zeros_like(value) for name, value in v.items()}
         for i in range(len(y)):
             z_v, inputs = forward(v, x[i : i + 1])
@@ -286,7 +286,7 @@ def test_pfedsd_ewc(work: Work, engine: str) -> None:
             fisher = {name: fisher[name] + one[name] ** 2 / len(y) for name in fisher}
         return 0 * z, {name: lam * fisher[name] * (u[name] - v[name]) for name in u}
 
-    agree(fs.PFedSD(lam=lam, regulariser="ewc"), w, data, work, engine, self_distilled(w, data, work, held))
+    agree(fs.PFedSD(lam=lam, regulariser="ewc"), w, data, work, engine, self_distilled(w, data, work, penalty))
 
 
 # ---- 2. FedBSD ------------------------------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ def test_pfedkd_wcl_without_labels(engine: str) -> None:
 # ---- 4. CD²-pFed ----------------------------------------------------------------------------------------------------------
 def private_part(w: Weights, k_of: Callable[[int], int], all_private: bool) -> Weights:
     """1 where a weight is private: the last k rows of hidden layers, the last k columns of the classifier."""
-    found, names = {}, layers(w)
+    result, names = {}, layers(w)
     for i, name in enumerate(names):
         weight, bias = np.zeros_like(w[f"{name}.weight"]), np.zeros_like(w[f"{name}.bias"])
         if i < len(names) - 1:
@@ -393,8 +393,8 @@ def private_part(w: Weights, k_of: Callable[[int], int], all_private: bool) -> W
         else:
             width = weight.shape[1]
             weight[:, width - k_of(width) :], bias[:] = 1, 1.0 if all_private else 0.0
-        found[f"{name}.weight"], found[f"{name}.bias"] = weight, bias
-    return found
+        result[f"{name}.weight"], result[f"{name}.bias"] = weight, bias
+    return result
 
 
 def by_cyclic(a, b):
@@ -427,14 +427,14 @@ def decoupled(w0: Weights, data, work: Work, method: fs.CD2PFed, counts_of, roun
     server, own, was_private = w0, [w0] * len(data), {name: np.zeros_like(v) for name, v in w0.items()}
     for t in range(1, rounds + 1):
         ks = [counts_of(t, c) for c in hidden]
-        mine = private_part(w0, lambda c, t=t: counts_of(t, c), method.p == 1 and not method.progressive)
+        private = private_part(w0, lambda c, t=t: counts_of(t, c), method.p == 1 and not method.progressive)
         beta = method.beta * np.exp(-5 * (1 - t / t0) ** 2) if t <= t0 else method.beta
         teach = method.distill and all(0 < k < c for k, c in zip(ks, hidden, strict=True))
 
-        def smooth(before: Weights, now: Weights, mine=mine, beta=beta) -> Weights:
+        def smooth(before: Weights, now: Weights, private=private, beta=beta) -> Weights:
             if not method.smoothing:
                 return now
-            return {n: np.where(mine[n] == 1, beta * now[n] + (1 - beta) * before[n], now[n]) for n in now}
+            return {n: np.where(private[n] == 1, beta * now[n] + (1 - beta) * before[n], now[n]) for n in now}
 
         for k, (x, y) in enumerate(data):
 
@@ -443,11 +443,11 @@ def decoupled(w0: Weights, data, work: Work, method: fs.CD2PFed, counts_of, roun
                 grads = backward(u, inputs, by_cross_entropy(z, y))
                 return added(grads, by_sub_networks(u, x, hidden, ks), method.lam) if teach else grads
 
-            start = {n: np.where((was_private[n] == 1) & (mine[n] == 1), own[k][n], server[n]) for n in w0}
+            start = {n: np.where((was_private[n] == 1) & (private[n] == 1), own[k][n], server[n]) for n in w0}
             own = [*own[:k], work.descend(start, gradient, after=smooth), *own[k + 1 :]]
         mean = {n: sum(len(y) / total * v[n] for v, (_, y) in zip(own, data, strict=True)) for n in w0}
-        server = {n: np.where(mine[n] == 1, server[n], mean[n]) for n in w0}
-        was_private = mine
+        server = {n: np.where(private[n] == 1, server[n], mean[n]) for n in w0}
+        was_private = private
     return server, [{n: np.where(was_private[n] == 1, v[n], server[n]) for n in w0} for v in own]
 
 
@@ -512,8 +512,8 @@ def test_cd2_pfed_counts_channels_exactly(percent: int, channels: int, t: int, l
     value = torch.zeros(channels, 2)
     assert layer.private(channels, share) == private
     assert len(layer.shared("layer.weight", value, share)) == channels - private
-    found = layer.is_private("layer.weight", value, torch.tensor(share, dtype=torch.float64))
-    assert found.flatten().tolist() == [c >= channels - private for c in range(channels)]
+    result = layer.is_private("layer.weight", value, torch.tensor(share, dtype=torch.float64))
+    assert result.flatten().tolist() == [c >= channels - private for c in range(channels)]
 
 
 # ---- 5. spectral co-distillation ------------------------------------------------------------------------------------------
@@ -522,11 +522,11 @@ def flat(w: Weights) -> np.ndarray:
 
 
 def unflat(vector: np.ndarray, like: Weights) -> Weights:
-    found, at = {}, 0
+    result, at = {}, 0
     for name, value in like.items():
-        found[name] = vector[at : at + value.size].reshape(value.shape)
+        result[name] = vector[at : at + value.size].reshape(value.shape)
         at += value.size
-    return found
+    return result
 
 
 def divergence(w: np.ndarray, other: np.ndarray, first: int, kind: str, transform: str):
@@ -600,9 +600,9 @@ def test_the_real_transform_gives_the_whole_spectrum(
     first = -(-percent * d // 100)  # ⌈τ·d⌉ in whole numbers
     value, slope = divergence(p, q, first, kind, transform)
     weights = {"w": torch.tensor(p, requires_grad=True)}
-    said = terms.spectral(weights, {"w": torch.tensor(q)}, percent / 100, kind, transform)
-    (by_w,) = torch.autograd.grad(said, weights["w"])
-    assert said.item() == pytest.approx(value, rel=1e-9, abs=1e-10)
+    ours = terms.spectral(weights, {"w": torch.tensor(q)}, percent / 100, kind, transform)
+    (by_w,) = torch.autograd.grad(ours, weights["w"])
+    assert ours.item() == pytest.approx(value, rel=1e-9, abs=1e-10)
     np.testing.assert_allclose(by_w.numpy(), slope, rtol=1e-7, atol=1e-9)
 
 
@@ -647,11 +647,13 @@ def test_spectral_where_a_frequency_is_missing(kind: str, transform: str) -> Non
 def test_the_spectral_term_moves_the_weights(field: str, moved: str) -> None:
     """A known public version loses the gradient on the way: then λ would change nothing."""
     w, data = initial((INPUTS, 4, 2)), clients()
-    how = dict(rounds=3, epochs=1, batch_size=64, lr=0.1, momentum=0.5, dtype="float64", device="cpu", engine="one")
+    training = dict(
+        rounds=3, epochs=1, batch_size=64, lr=0.1, momentum=0.5, dtype="float64", device="cpu", engine="one"
+    )
     ends = []
     for lam in (0.0, 0.5):
         method = fs.SpectralCoDistillation(**{"lam_g": 0.0, "lam_p": 0.0, field: lam})
-        ends.append(fs.simulate(method, model=module(w), data=federation(data, 2), **how))
+        ends.append(fs.simulate(method, model=module(w), data=federation(data, 2), **training))
     without, with_ = ((run.generic() if moved == "generic" else run.personal(0)) for run in ends)
     assert max((without[n] - with_[n]).abs().max() for n in without) > 1e-2
     if moved == "personal":  # and λ_p is none of the generic model's business
@@ -661,11 +663,11 @@ def test_the_spectral_term_moves_the_weights(field: str, moved: str) -> None:
 # ---- where gradients flow -------------------------------------------------------------------------------------------------
 def at_client(method, w: Weights, data, k: int, round: int, rounds: int = 2) -> tuple[Task, Batch]:
     """The task as client k sees it, and its full batch."""
-    how = Training(rounds=rounds, epochs=2, batch_size=64, lr=0.2, dtype="float64", device="cpu", engine="one")
+    training = Training(rounds=rounds, epochs=2, batch_size=64, lr=0.2, dtype="float64", device="cpu", engine="one")
     bench = prepare(
-        method, module(w), federation(data, len(w[f"{layers(w)[-1]}.bias"])), layers(w)[-1], how
+        method, module(w), federation(data, len(w[f"{layers(w)[-1]}.bias"])), layers(w)[-1], training
     ).trainer.bench
-    x, y = (torch.from_numpy(part) for part in data[k])
+    x, y = (torch.from_numpy(entry) for entry in data[k])
     rows, n = torch.arange(len(y)), torch.tensor(float(len(y)), dtype=torch.float64)
     site = Site(x, y, rows, n, torch.tensor(2.0, dtype=torch.float64), torch.tensor(round - 1.0, dtype=torch.float64))
     return bench.at(round, site), Batch(x, y, rows, torch.zeros((), dtype=torch.int64))
@@ -686,7 +688,7 @@ def requiring(values):
 
     def copy(value, inside: bool):
         if isinstance(value, dict):
-            return {name: copy(part, inside=True) for name, part in value.items()}
+            return {name: copy(entry, inside=True) for name, entry in value.items()}
         value = value.detach().clone()
         if inside and value.is_floating_point():
             asked.append(value.requires_grad_())
@@ -706,7 +708,7 @@ def second_round(method, phase: int):
     models = {p.model for p in method.phases(task)}
     _, memory = method.finish(task, down, memory, {**local, **dict.fromkeys(models, trained)})
     task = at_client(method, w, data, 0, round=2)[0]
-    (down, asked), (memory, more) = requiring(down), requiring(memory)
+    (down, asked), (memory, others) = requiring(down), requiring(memory)
     local = method.begin(task, down, memory)
     stage = method.phases(task)[phase]
     if stage.enter is not None:
@@ -715,7 +717,7 @@ def second_round(method, phase: int):
     def loss(*student: torch.Tensor) -> torch.Tensor:
         return (stage.loss or method.loss)(task, dict(zip(w, student, strict=True)), local, batch)
 
-    return loss, tuple(leaves(initial((INPUTS, 4, 2), seed=9)).values()), asked + more
+    return loss, tuple(leaves(initial((INPUTS, 4, 2), seed=9)).values()), asked + others
 
 
 BY_PREDICTIONS = [
@@ -768,8 +770,8 @@ def test_cd2_gradient_flows_through_both_sides(widths) -> None:
     hand, detached = by_sub_networks(w, x, hidden, ks), by_sub_networks(w, x, hidden, ks, teaching=0.0)
     private = private_part(w, lambda c: counts[c], False)
     for name in w:
-        said = (slopes[0][name] - slopes[1][name]).numpy()
-        np.testing.assert_allclose(said, hand[name], rtol=0, atol=TOLERANCE)
+        ours = (slopes[0][name] - slopes[1][name]).numpy()
+        np.testing.assert_allclose(ours, hand[name], rtol=0, atol=TOLERANCE)
         for side in (0, 1):  # shared, private
             here = private[name] == side
             if here.any():

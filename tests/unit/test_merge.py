@@ -12,10 +12,12 @@ from fedstill.core import tree
 from fedstill.core.task import Task
 from fedstill.core.tree import Params, Tree
 from fedstill.methods import METHODS
+from fedstill.methods.partial import PartialFedAvg
+from fedstill.methods.pfedsd import SelfDistillation
 from fedstill.run import simulation
 from fedstill.run.experiment import Training
 
-from ..problems import SETTINGS, make, ragged
+from ..problems import SETTINGS, identical, make, ragged, run, states
 
 
 def bench_of(method: fs.Method, model: str = "plain", **changes):
@@ -238,3 +240,19 @@ def test_pfedme_refuses_inner_steps_that_diverge() -> None:
     with pytest.raises(fs.InputError, match=r"personal_lr = 0\.09: should be at most 0\.0666667 \(2/λ\) with lam 30"):
         bench_of(fs.PFedMe(lam=30))
     bench_of(fs.PFedMe(lam=30, personal_lr=0.06))
+
+
+# ---- the registry ------------------------------------------------------------------------------------------------------
+def test_a_base_of_methods_is_no_method() -> None:
+    """`PartialFedAvg` and `SelfDistillation` say so by an empty id; every class that is listed has one of its own."""
+    assert "" not in METHODS
+    assert issubclass(METHODS["fedrep"], PartialFedAvg)
+    assert issubclass(METHODS["pfedsd"], SelfDistillation)
+    assert not {PartialFedAvg, SelfDistillation} & set(METHODS.values())
+    assert all(vars(kind)["id"] == name for name, kind in METHODS.items())
+
+
+def test_pfedsds_defaults_are_algorithm_1() -> None:
+    """The method without its variants trains to the same bits as the class that is Algorithm 1 alone."""
+    ends = [run(kind(lam=0.7, tau=2.0), "normed") for kind in (fs.PFedSD, SelfDistillation)]
+    assert identical(*map(states, ends))

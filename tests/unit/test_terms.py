@@ -83,8 +83,8 @@ def test_kl(mask, tau: float) -> None:
 @pytest.mark.parametrize("tau", [0.5, 1.0, 3.0])
 def test_kl_each(tau: float) -> None:
     p, s = q(logits(1), tau), q(logits(2), tau)
-    said = terms.kl_each(torch.tensor(logits(1)), torch.tensor(logits(2)), tau)
-    np.testing.assert_allclose(said.numpy(), (p * np.log(p / s)).sum(1), rtol=1e-12)
+    ours = terms.kl_each(torch.tensor(logits(1)), torch.tensor(logits(2)), tau)
+    np.testing.assert_allclose(ours.numpy(), (p * np.log(p / s)).sum(1), rtol=1e-12)
 
 
 @settings(max_examples=50, deadline=None)

@@ -70,17 +70,17 @@ class CD2PFed(FedAvg):
 
     def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
         """Shared channels from the download, private ones from the client's own model; and p_t, by which the loss divides."""
-        return {"params": self.joined(task, down["params"], memory), "share": self.now(task)}
+        return {"params": self.combined(task, down["params"], memory), "share": self.share_tensor(task)}
 
-    def now(self, task: Task) -> Tensor:
+    def share_tensor(self, task: Task) -> Tensor:
         """Return p_t as a tensor, so that a loss that divides by it is the same function in every round."""
         return torch.full_like(task.here().last, self.share(task))
 
-    def joined(self, task: Task, received: Params, memory: Tree) -> Params:
+    def combined(self, task: Task, received: Params, memory: Tree) -> Params:
         """Return the received model with the client's channels that are private now and were when it last trained."""
         last = task.here().last
         ratio = last / task.rounds if self.progressive else task.seen.to(last.dtype)
-        before, now = self.p * ratio, self.now(task)
+        before, now = self.p * ratio, self.share_tensor(task)
         private = task.channels.is_private
         own = {n: private(n, v, now) & private(n, v, before) for n, v in received.items()}
         return {n: torch.where(own[n], memory["own"][n], v) for n, v in received.items()}
@@ -129,4 +129,4 @@ class CD2PFed(FedAvg):
 
     def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
         """The current shared channels with the client's private ones."""
-        return self.joined(task, down["params"], memory)
+        return self.combined(task, down["params"], memory)

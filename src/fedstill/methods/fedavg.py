@@ -42,9 +42,9 @@ class FedAvg(Method):
 
     mean: Literal["weighted", "uniform"] = setting("weighted", "weigh clients by their samples, or all alike")
 
-    def __init_subclass__(cls, mean: Mean | None = None, **more: Any) -> None:
+    def __init_subclass__(cls, mean: Mean | None = None, **kwargs: Any) -> None:
         """Give `mean` another default."""
-        super().__init_subclass__(**more)
+        super().__init_subclass__(**kwargs)
         if mean is not None:
             cls.mean = setting(mean, "weigh clients by their samples, or all alike")
             cls.__annotations__ = {**inspect.get_annotations(cls), "mean": Mean}

@@ -64,8 +64,8 @@ class PerFedAvg(FedAvg, mean="uniform"):
             return loss
         g = self.slope(task, {**w, **tree.map(torch.detach, adapted)}, batch)
         curved = self.hessian_times(task, w, g, task.redraw(batch, HESSIAN))
-        turned = tree.map(lambda h, now, at: h * (now - at), curved, task.trainable(params), task.trainable(w))
-        return loss - self.alpha * tree.total(turned)  # its value is 0, its gradient −α·∇²f·g
+        products = tree.map(lambda h, p, at: h * (p - at), curved, task.trainable(params), task.trainable(w))
+        return loss - self.alpha * tree.total(products)  # its value is 0, its gradient −α·∇²f·g
 
     def slope(self, task: Task, params: Params, batch: Batch) -> Params:
         """∇f_k on a batch; nothing of `params` moves."""
@@ -73,7 +73,7 @@ class PerFedAvg(FedAvg, mean="uniform"):
 
     def hessian_times(self, task: Task, params: Params, g: Params, batch: Batch) -> Params:
         """∇²f_k·g by a central difference."""
-        ahead, behind = (self.slope(task, {**params, **_moved(params, g, d)}, batch) for d in (self.delta, -self.delta))
+        ahead, behind = (self.slope(task, {**params, **_added(params, g, d)}, batch) for d in (self.delta, -self.delta))
         return tree.map(lambda a, b: (a - b) / (2 * self.delta), ahead, behind)
 
     def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
@@ -83,9 +83,9 @@ class PerFedAvg(FedAvg, mean="uniform"):
             g = task.local_gradient(
                 lambda p, b: F.cross_entropy(task.net(p, b.x, train=False), b.y, reduction="none"), params
             )
-            params = {**params, **_moved(params, g, -self.alpha)}
+            params = {**params, **_added(params, g, -self.alpha)}
         return params
 
 
-def _moved(params: Params, g: Params, scale: float) -> Params:
+def _added(params: Params, g: Params, scale: float) -> Params:
     return {name: params[name] + scale * g[name] for name in g}
