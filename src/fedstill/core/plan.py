@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .device import put
+from .tree import put
 
 _WORD = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15

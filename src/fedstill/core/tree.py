@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 Params: TypeAlias = dict[str, Tensor]
@@ -235,6 +236,18 @@ def fit_rows(tree: Tree, names: frozenset[str], rows: int) -> Tree:
 def to(tree: Tree, device: torch.device | str, dtype: torch.dtype | None = None) -> Tree:
     """The tree on a device; floating leaves in `dtype` where one is given."""
     return map(lambda t: t.to(device, dtype if dtype and t.is_floating_point() else t.dtype), tree)
+
+
+def put(
+    values: Sequence[float] | NDArray[Any] | Tensor, device: torch.device, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The values as a tensor on the device.
+
+    A copy from ordinary memory makes the host wait until the device has done everything it was given before; from pinned memory
+    it does not, and the host goes on.
+    """
+    found = values if isinstance(values, Tensor) else torch.as_tensor(values, dtype=dtype)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
 
 def unalias(tree: Tree, *others: Tree) -> Tree:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.device import put
+from ..core.tree import put
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.device import put
 from ..core.method import Phase
 from ..core.plan import Tables
-from ..core.tree import Params, Tree
+from ..core.tree import Params, Tree, put
 from .bench import Bench, Done, Store, Work, results_of
 from .hooks import calls, check_begun, check_unchanged, versions
 from .program import each_step

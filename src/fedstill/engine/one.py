@@ -10,10 +10,9 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.batch import Batch
-from ..core.device import put
 from ..core.method import Method, Phase
 from ..core.task import Task
-from ..core.tree import Params, Tree
+from ..core.tree import Params, Tree, put
 from .bench import SMALL, Bench, Done, Work, results_of
 from .fused import Perceptron
 from .hooks import calls, check_begun, check_unchanged, explained, versions

@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from ..core import tree
-from ..core.device import put
 from ..core.errors import InputError, Shown, first_line
-from ..core.tree import Params
+from ..core.tree import Params, put
 from ..nn.kernels.autotune import Choices
 from ..nn.net import Net
 from .bench import Bench, CompileName, Done, Store, Work

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.device import put
 from ..core.errors import first_line
 from ..core.method import Phase
-from ..core.tree import Tree
+from ..core.tree import Tree, put
 from ..nn.kernels.autotune import Choices
 from . import program
 from .cohort import Cohort, rows_of

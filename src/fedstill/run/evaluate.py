@@ -31,7 +31,8 @@ class Evaluation:
     model: Literal["personal", "generic"] = setting("personal", "which model is scored")
     clients: Literal["all", "participants", "common"] = setting("all", "whose test data counts")
     mean: Literal["client", "sample", "training"] = setting(
-        "client", "what counts alike: clients, test samples, or training samples (a client's accuracy counts by their number)"
+        "client",
+        "what counts alike: clients, test samples, or training samples (a client's accuracy counts by their number)",
     )
     round: Literal["last", "mean10", "best-val", "best-test"] = setting("last", "which round counts")
 

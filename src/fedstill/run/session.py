@@ -213,7 +213,9 @@ def _store(sims: Sequence[Simulation], folder: Path | None) -> MemoryStore:
     initials = [sim.method.init_client(sim.task, sim.initial) for sim in sims]
     clients = len(lead.data.train.sizes)
     size = clients * sum(leaf.nbytes for initial in initials for _, leaf in tree.leaves(initial))
-    per_sample = any(sim.method.per_sample for sim in sims)  # these grow with the clients' samples
+    per_sample = any(
+        sim.method.per_sample & initial.keys() for sim, initial in zip(sims, initials, strict=True)
+    )  # these grow
     if lead.device.type == "cpu" and not per_sample and 2 * size < available_memory():
         return PlainStore(initials[0], clients=clients, others=initials[1:])
     return ModelStore(
