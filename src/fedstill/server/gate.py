@@ -43,9 +43,10 @@ def spec_of(upload: Tree) -> Spec:
 
 @dataclass
 class Gate:
-    """Refuses uploads that a method must not see. `expected` is what was right last: most methods always upload the same."""
+    """Refuses uploads that a method must not see. `expected` is what was right last in `round`: mostly all upload the same."""
 
     expected: Spec | None = field(default=None, init=False)
+    round: int = field(default=0, init=False)
 
     def inspect(self, replies: Sequence[Reply], example: Callable[[Reply], Tree]) -> tuple[list[Reply], dict[int, str]]:
         """Divide replies into those that may be merged and the reasons, by client, for which the others are refused.
@@ -62,11 +63,11 @@ class Gate:
 
     def _mismatch(self, reply: Reply, example: Callable[[Reply], Tree]) -> str:
         spec = spec_of(reply.up)
-        if spec == self.expected:
+        if reply.round == self.round and spec == self.expected:
             return ""
         right = spec_of(example(reply))
         if spec == right:
-            self.expected = spec
+            self.expected, self.round = spec, reply.round
             return ""
         return difference(spec, right)
 

@@ -1,0 +1,339 @@
+"""The gate: one bad upload is refused and named, and the round is the one in which that client had not answered."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import fedstill as fs
+from fedstill.core import tree
+from fedstill.core.tree import Tree
+from fedstill.run.experiment import Training
+from fedstill.run.prepare import Simulation, prepare
+from fedstill.run.session import Start, start
+from fedstill.server import average
+from fedstill.server.gate import Gate, difference, example_upload, spec_of
+from fedstill.transport.messages import Reply
+
+from ..problems import SETTINGS, Spy, Tampered, finish, identical, make, ragged, rows, states
+
+BAD, ROUND = 2, 2  # the client that sends something else, and when
+SIZES = ((13, 5), (7, 3), (1, 2), (10, 4), (5, 1), (8, 2))
+Change = Callable[[Tree], Tree]
+
+
+def prepared(method: fs.Method, model: str = "normed", *, average=tree.mean, **changes) -> Simulation:
+    training = Training(**{**SETTINGS, "participation": 1.0, "engine": "one", **changes})
+    return prepare(method, make(model), ragged(SIZES), None, training, average=average)
+
+
+def sends(change: Change) -> Tampered:
+    """A transport by which one client's upload is changed in one round."""
+
+    def pass_on(reply: Reply) -> Reply:
+        if (reply.kind, reply.round, reply.client) == ("train", ROUND, BAD):
+            return dataclasses.replace(reply, up=change(tree.clone(reply.up)))
+        return reply
+
+    return Tampered(pass_on)
+
+
+def is_lost(reply: Reply) -> Reply | None:
+    return None if (reply.kind, reply.round, reply.client) == ("train", ROUND, BAD) else reply
+
+
+def without(name: str) -> Change:
+    return lambda up: {**up, "params": {n: v for n, v in up["params"].items() if n != name}}
+
+
+def replaced(name: str, new: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    return lambda up: {**up, "params": {**up["params"], name: new(up["params"][name])}}
+
+
+def holding(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """One number among the others."""
+
+    def put(leaf: torch.Tensor) -> torch.Tensor:
+        leaf = leaf.clone()
+        leaf.view(-1)[-1] = value
+        return leaf
+
+    return put
+
+
+PARAMETER, BUFFER = "head.0.weight", "head.1.running_var"
+NOT_FINITE = "its upload holds numbers that are not finite"
+MISMATCHES: dict[str, tuple[Change, str]] = {
+    "missing": (without(PARAMETER), f"params|{PARAMETER} is missing from its upload"),
+    "buffer missing": (without(BUFFER), f"params|{BUFFER} is missing from its upload"),
+    "all missing": (lambda up: {}, "is missing from its upload"),
+    "extra": (
+        lambda up: {**up, "params": {**up["params"], "more": torch.ones(2)}},
+        "params|more does not belong into its upload",
+    ),
+    "extra tree": (lambda up: {**up, "secret": {"x": torch.ones(2)}}, "secret|x does not belong into its upload"),
+    "renamed": (
+        lambda up: {**without(PARAMETER)(up), "other": up["params"][PARAMETER]},
+        f"params|{PARAMETER} is missing",
+    ),
+    "shape": (replaced(PARAMETER, lambda v: v.t()), f"params|{PARAMETER} has shape (6, 5) instead of (5, 6)"),
+    "one row": (replaced(PARAMETER, lambda v: v[:1]), "has shape (1, 6) instead of (5, 6)"),
+    "flat": (replaced(PARAMETER, lambda v: v.flatten()), "has shape (30,) instead of (5, 6)"),
+    "dtype": (replaced(PARAMETER, lambda v: v.float()), f"params|{PARAMETER} has dtype float32 instead of float64"),
+    "whole": (replaced("bn.num_batches_tracked", lambda v: v.double()), "has dtype float64 instead of int64"),
+    "nan": (replaced(PARAMETER, holding(float("nan"))), NOT_FINITE),
+    "inf": (replaced(PARAMETER, holding(float("inf"))), NOT_FINITE),
+    "-inf": (replaced(PARAMETER, holding(float("-inf"))), NOT_FINITE),
+    "nan in a buffer": (replaced(BUFFER, holding(float("nan"))), NOT_FINITE),
+    "inf in a buffer": (replaced(BUFFER, holding(float("inf"))), NOT_FINITE),
+}
+
+
+@functools.lru_cache
+def reference(method: fs.Method) -> tuple[fs.Run, fs.Run]:
+    """A run in which the client's reply is lost, and one in which nothing happens."""
+    return finish(prepared(method), Tampered(is_lost)), finish(prepared(method))
+
+
+EACH = [(fs.SCAFFOLD(), name) for name in MISMATCHES] + [
+    (method, name) for method in (fs.FedAvg(), fs.PFedSD()) for name in ("shape", "nan", "inf in a buffer")
+]
+
+
+@pytest.mark.parametrize(("method", "name"), EACH, ids=lambda v: v if isinstance(v, str) else v.id)
+def test_a_bad_upload_is_as_none_at_all(name: str, method: fs.Method) -> None:
+    change, reason = MISMATCHES[name]
+    refused, (lost, honest) = finish(prepared(method), sends(change)), reference(method)
+    assert [record.get("rejected", {}).keys() for record in refused.history] == [set(), {str(BAD)}, set()]
+    assert reason in refused.history[ROUND - 1]["rejected"][str(BAD)]
+    bare = [{name: value for name, value in record.items() if name != "rejected"} for record in rows(refused.history)]
+    bytes_up = {"bytes_up", "bytes_total"}  # what arrived did arrive
+    for ours, theirs in zip(bare, rows(lost.history), strict=True):
+        assert {n: v for n, v in ours.items() if n not in bytes_up} == {
+            n: v for n, v in theirs.items() if n not in bytes_up
+        }
+    assert refused.history[ROUND - 1]["participants"] == [0, 1, 3, 4, 5]
+    assert refused.history[ROUND - 1]["missing"] == [BAD]
+    assert identical(states(refused), states(lost))
+    assert identical({"": tree.flatten(refused.server)}, {"": tree.flatten(lost.server)})
+    for k in range(len(SIZES)):
+        assert identical({"": tree.flatten(refused.memory(k))}, {"": tree.flatten(lost.memory(k))})
+    assert not identical(states(refused), states(honest))  # or nothing was shown
+
+
+def test_nothing_of_it_is_left_where_uploads_lie_in_one_stretch_of_memory() -> None:
+    """Spoilt in place: by the stacked engine uploads are rows of one buffer, and the mean is taken of rows together."""
+
+    def spoil(reply: Reply) -> Reply:
+        if (reply.kind, reply.round, reply.client) == ("train", ROUND, BAD):
+            reply.up["params"][PARAMETER][0, 0] = float("nan")
+        return reply
+
+    refused, lost = (finish(prepared(fs.FedAvg(), engine="stacked"), Tampered(change)) for change in (spoil, is_lost))
+    assert refused.history[1]["rejected"] == {str(BAD): NOT_FINITE}
+    assert identical(states(refused), states(lost))
+    assert identical({"": refused.generic()}, {"": lost.generic()})
+
+
+def test_it_is_as_a_round_whose_cohort_were_the_others() -> None:
+    session = start([Start(prepared(fs.FedAvg()))])
+    others = [k for k in range(len(SIZES)) if k != BAD]
+    session.coordinators[0].sampler = lambda scene, wanted: others if scene.round == ROUND else [*scene.clients]
+    (absent,) = session.run()
+    refused = finish(prepared(fs.FedAvg()), sends(MISMATCHES["nan"][0]))
+    assert identical(states(refused), states(absent))
+
+
+def test_entries_beside_the_parameters_are_checked_too() -> None:
+    change: Change = lambda up: {**up, "c": {**up["c"], "fc1.bias": up["c"]["fc1.bias"] * float("nan")}}  # noqa: E731
+    found = finish(prepared(fs.SCAFFOLD()), sends(change))
+    assert found.history[1]["rejected"] == {str(BAD): NOT_FINITE}
+    assert tree.finite(found.server)
+
+
+def test_all_may_be_rejected_and_the_model_stays() -> None:
+    def empty(reply: Reply) -> Reply:
+        return dataclasses.replace(reply, up={}) if (reply.kind, reply.round) == ("train", 2) else reply
+
+    found, short = finish(prepared(fs.FedAvg()), Tampered(empty)), finish(prepared(fs.FedAvg(), rounds=1))
+    assert found.history[1]["participants"] == []
+    assert len(found.history[1]["rejected"]) == 6
+    two = finish(prepared(fs.FedAvg(), rounds=2), Tampered(empty))
+    assert identical({"": two.server["params"]}, {"": short.server["params"]})
+    assert not identical({"": found.server["params"]}, {"": two.server["params"]})  # round 3 is a round again
+
+
+def test_a_client_that_says_that_its_training_has_diverged_stops_the_run() -> None:
+    """Its own report, not what arrived: nobody tampered, lr is too large."""
+
+    def diverged(reply: Reply) -> Reply:
+        at = (reply.kind, reply.round, reply.client) == ("train", ROUND, BAD)
+        return dataclasses.replace(reply, report={**reply.report, "finite": 0.0}) if at else reply
+
+    with pytest.raises(fs.TrainingError, match="round 2, client 2: weights are no longer finite"):
+        finish(prepared(fs.FedAvg()), Tampered(diverged))
+
+
+def test_in_simulated_time_a_bad_upload_is_rejected_and_takes_its_time() -> None:
+    timed = dict(profile="lognormal:0.5")
+    found = finish(prepared(fs.FedAvg(), **timed), sends(MISMATCHES["nan"][0]))
+    plain = finish(prepared(fs.FedAvg(), **timed))
+    assert [record["time"] for record in found.history] == [record["time"] for record in plain.history]
+    assert found.history[1]["timeline"]["state"][BAD] == "rejected"
+    assert found.history[1]["participants"] == [0, 1, 3, 4, 5]
+    lost = finish(prepared(fs.FedAvg()), Tampered(is_lost))
+    assert identical({"": found.generic()}, {"": lost.generic()})
+
+
+@pytest.mark.parametrize("mode", ["fedasync", "fedbuff"])
+def test_a_bad_upload_is_rejected_among_replies_as_they_arrive(mode: str) -> None:
+    def bad(reply: Reply) -> Reply:
+        return (
+            sends(MISMATCHES["shape"][0]).change(dataclasses.replace(reply, round=ROUND))
+            if reply.client == BAD
+            else reply
+        )
+
+    def change(reply: Reply) -> Reply:
+        return dataclasses.replace(bad(reply), round=reply.round)
+
+    asynchronous = dict(profile="lognormal:0.5", mode=mode, buffer=2 if mode == "fedbuff" else 0, rounds=8)
+    found = finish(prepared(fs.FedAvg(), **asynchronous), Tampered(change))
+    rejected = [record["rejected"] for record in found.history if "rejected" in record]
+    assert rejected
+    assert all(reasons.keys() == {str(BAD)} for reasons in rejected)
+    assert all(BAD not in record["participants"] for record in found.history)
+    assert tree.finite(found.server)
+
+
+# ---- what is right ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("model", "engine"), [("plain", "stacked"), ("normed", "one")])
+@pytest.mark.parametrize("name", fs.METHODS)
+def test_an_example_has_the_form_of_a_real_upload(name: str, model: str, engine: str) -> None:
+    """Partial participation: in rounds 2 and 3 some have taken part and others have not."""
+    spy = Spy()
+    sim = prepared(fs.METHODS[name](), model, participation=0.5, engine=engine)
+    found = finish(sim, spy.transport)
+    assert not any("rejected" in record for record in found.history)
+    down = {(order.round, order.client): order.down for order in spy.orders if order.kind == "train"}
+    replies = spy.trained()
+    assert len(replies) == 9
+    assert len({reply.client for reply in replies}) > 3
+    for reply in replies:
+        task = dataclasses.replace(sim.task, round=reply.round)
+        example = example_upload(sim.method, task, down[reply.round, reply.client])
+        assert spec_of(example) == spec_of(reply.up)
+
+
+def test_what_was_right_a_round_ago_is_not_right_where_the_form_changes() -> None:
+    """CD2-pFed shares fewer channels in every round; client 0 is the first that is looked at."""
+    first: list[Tree] = []
+
+    def stale(reply: Reply) -> Reply:
+        if (reply.kind, reply.client) != ("train", 0):
+            return reply
+        first.append(tree.clone(reply.up))
+        return dataclasses.replace(reply, up=first[0])
+
+    found = finish(prepared(fs.CD2PFed(p=0.9)), Tampered(stale))
+    assert [set(record.get("rejected", {})) for record in found.history] == [set(), {"0"}, {"0"}]
+    assert "instead of" in found.history[1]["rejected"]["0"]
+
+
+def test_an_example_is_made_once_a_round() -> None:
+    made: list[int] = []
+    gate, right = Gate(), {"params": {"w": torch.ones(2)}}
+
+    def example(reply: Reply) -> Tree:
+        made.append(reply.round)
+        return right
+
+    for t in (1, 2):
+        replies = [Reply("train", t, k, {"params": {"w": torch.full((2,), float(k))}}) for k in range(4)]
+        assert gate.inspect(replies, example) == (replies, {})
+    assert made == [1, 2]
+    odd = Reply("train", 2, 7, {"params": {"w": torch.ones(3)}})
+    assert gate.inspect([odd, *replies], example) == (replies, {7: "params|w has shape (3,) instead of (2,)"})
+
+
+def test_differences_are_named_one_at_a_time() -> None:
+    right = spec_of({"a": torch.ones(2), "b": {"c": torch.ones(3, dtype=torch.int64)}})
+    assert difference(right, right) == ""
+    assert difference({}, right) == "a is missing from its upload"
+    assert difference({**right, "d": right["a"]}, right) == "d does not belong into its upload"
+
+
+# ---- a robust mean ---------------------------------------------------------------------------------------------------
+def far(models: fs.Run, other: fs.Run) -> float:
+    a, b = models.generic(), other.generic()
+    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
+
+
+def garbage(reply: Reply) -> Reply:
+    """From one client in every round: finite, of the right form, and huge."""
+    if reply.kind != "train" or reply.client != BAD:
+        return reply
+    g = torch.Generator().manual_seed(reply.round)
+
+    def noise(leaf: torch.Tensor) -> torch.Tensor:
+        return 1e6 * torch.randn(leaf.shape, generator=g, dtype=leaf.dtype) if leaf.is_floating_point() else leaf
+
+    return dataclasses.replace(reply, up=tree.map(noise, reply.up))
+
+
+def test_a_median_outlives_a_client_that_uploads_garbage() -> None:
+    honest = finish(prepared(fs.FedAvg(), "plain"))
+    bound = max(float(v.abs().max()) for v in honest.generic().values())
+    ruined = finish(prepared(fs.FedAvg(), "plain"), Tampered(garbage))
+    robust = finish(prepared(fs.FedAvg(), "plain", average=average.median), Tampered(garbage))
+    plain = finish(prepared(fs.FedAvg(), "plain", average=average.median))
+    assert not any("rejected" in record for record in ruined.history)  # the gate cannot know
+    assert far(ruined, honest) > 1000 * bound
+    assert far(robust, plain) < 0.5 * bound
+    assert far(robust, honest) < bound
+    assert all("rejected" not in record for record in robust.history)
+
+
+def test_the_median_by_hand() -> None:
+    trees = [{"a": torch.tensor([x, -x]), "n": torch.tensor(n)} for x, n in ((1.0, 1), (2.0, 5), (90.0, 7), (4.0, 8))]
+    of_four, of_three = average.median(trees, [9.0] * 4), average.median(trees[:3], [1.0, 2.0, 3.0])
+    assert torch.equal(of_four["a"], torch.tensor([3.0, -3.0]))
+    assert of_four["n"] == 6
+    assert torch.equal(of_three["a"], torch.tensor([2.0, -2.0]))
+    assert (of_three["n"].dtype, int(of_three["n"])) == (torch.int64, 5)
+
+
+AVERAGING = [name for name in fs.METHODS if fs.METHODS[name].averages]
+
+
+@pytest.mark.parametrize("name", AVERAGING)
+def test_every_method_that_averages_takes_another_mean(name: str) -> None:
+    mean, median = (
+        finish(prepared(fs.METHODS[name](), rounds=1, epochs=1, average=rule))
+        for rule in (average.mean, average.median)
+    )
+    assert tree.finite(median.server)
+    assert mean.history[0]["participants"] == median.history[0]["participants"]
+    assert not identical({"": mean.server["params"]}, {"": median.server["params"]})
+
+
+@pytest.mark.parametrize("name", fs.METHODS)
+def test_no_merge_takes_a_mean_of_its_own(name: str) -> None:
+    """What servers average, they average by the task's rule."""
+    asked: list[int] = []
+
+    def counted(trees, weights):
+        asked.append(len(trees))
+        return tree.mean(trees, weights)
+
+    method = fs.METHODS[name]
+    finish(prepared(method(), "plain", rounds=1, epochs=1, average=counted))
+    assert bool(asked) == (name != "local")
+    for kind in method.__mro__:
+        if "merge" in vars(kind):
+            assert "tree.mean" not in inspect.getsource(vars(kind)["merge"])
