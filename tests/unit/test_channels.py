@@ -85,16 +85,14 @@ def test_a_channel_that_turns_private_starts_from_its_shared_value() -> None:
     method, net = fs.CD2PFed(p=1.0, smoothing=False, distill=False), make("plain")
     how = Training(**{**SETTINGS, "rounds": 6}, engine="one")
     prepared = simulation.prepare(method, net, ragged(), None, how)
-    from dataclasses import replace
-
-    task = replace(prepared.trainer.bench.task, round=3)
+    task = prepared.trainer.bench.home(3, 0, last=2)
     received = {n: torch.zeros_like(v) for n, v in prepared.initial.items()}
     own = {n: torch.ones_like(v) for n, v in prepared.initial.items()}
-    joined = method.joined(task, received, {"own": own, "last": torch.tensor(2.0, dtype=torch.float64)})
+    combined = method.combined(task, received, {"own": own})
     # of 6 channels 3 are private now (p = 3/6) and 2 were when the client last trained (p = 2/6)
-    assert joined["fc1.bias"].tolist() == [0, 0, 0, 0, 1, 1]
-    assert joined["fc2.weight"][0].tolist() == [0, 0, 0, 0, 1, 1]
-    assert joined["fc2.bias"].tolist() == [0, 0, 0]
+    assert combined["fc1.bias"].tolist() == [0, 0, 0, 0, 1, 1]
+    assert combined["fc2.weight"][0].tolist() == [0, 0, 0, 0, 1, 1]
+    assert combined["fc2.bias"].tolist() == [0, 0, 0]
 
 
 class Odd(nn.Module):
