@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -13,25 +12,24 @@ from ..core.batch import Batch
 from ..core.method import Method, Phase
 from ..core.task import Task
 from ..core.tree import Params, Tree, put
-from .bench import SMALL, Bench, Done, Work, results_of
+from .bench import Bench, Done, Work, results_of
 from .fused import Perceptron
 from .hooks import calls, check_begun, check_unchanged, explained, versions
 from .malloc import keep_freed_memory
 from .step import Step, by_autograd
-from .threads import threads
 
 
 class One:
-    """Trains clients one after another; with `single` on one thread, so that a worker of a pool gives the same bits."""
+    """Trains clients one after another."""
 
-    def __init__(self, perceptron: Perceptron | None = None, single: bool = False) -> None:
+    def __init__(self, perceptron: Perceptron | None = None) -> None:
         """`perceptron` is the model's own loop, where it has one."""
-        self.perceptron, self.single = perceptron, single
+        self.perceptron = perceptron
 
     def train(self, bench: Bench, round: int, works: Sequence[Work]) -> Iterator[Done]:
         """Train every client; results in the order of `works`."""
         keep_freed_memory()
-        with self.threads(bench), torch.enable_grad():
+        with torch.enable_grad():
             for work in works:
                 with explained(bench.method, bench.task, stacked=False):
                     done = _train(bench, round, work, self.perceptron)
@@ -40,17 +38,10 @@ class One:
     def score(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[int]:
         """Return how many of each client's samples its model classifies correctly."""
         hits = []
-        with self.threads(bench):
-            for client, params in models:
-                x, y = bench.data.part(part).of(client)
-                hits.append((bench.task.predict(params, x).argmax(-1) == y).sum())
+        for client, params in models:
+            x, y = bench.data.part(part).of(client)
+            hits.append((bench.task.predict(params, x).argmax(-1) == y).sum())
         return [int(h) for h in torch.stack(hits).tolist()] if hits else []
-
-    def threads(self, bench: Bench) -> contextlib.AbstractContextManager[None]:
-        """Use one thread where that is asked for, and while steps are so small that a second costs more than it saves."""
-        net = bench.net
-        small = not net.has_convolution and net.size * bench.plan.batch_size < SMALL
-        return threads(1 if net.device.type == "cpu" and (self.single or small) else torch.get_num_threads())
 
 
 def _train(bench: Bench, round: int, work: Work, perceptron: Perceptron | None) -> Done:

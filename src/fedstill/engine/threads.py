@@ -1,11 +1,27 @@
-"""How many threads torch works with."""
+"""How many threads torch works with.
+
+OpenMP's threads wait for one another in a busy loop. Where other processes hold the cores, a thread that is not running makes all
+others wait for it, in every operation, and training takes 10 to 50 times as long. So small work is done on one thread, and large
+work on as many as there are free cores when the trainer is made: never more while it trains, since a stack's results depend on
+the number of threads in the last bits.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
+
+from .bench import SMALL, Bench
+
+LOOKS, PAUSE = (
+    5,
+    0.002,
+)  # how often to look for other load, and seconds between: a process that runs for a moment is no load
 
 
 @contextlib.contextmanager
@@ -17,3 +33,45 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def is_small(bench: Bench, clients: int) -> bool:
+    """Return whether a step of so many clients is so small that a second thread costs more than it saves."""
+    return not bench.net.has_convolution and bench.net.size * bench.plan.batch_size * clients < SMALL
+
+
+def running() -> int:
+    """Return how many threads of the whole machine are running or ready to run, this one included."""
+    return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+
+
+def available(
+    count: int | None = None,
+    chosen: bool | None = None,
+    cores: int | None = None,
+    machine: int | None = None,
+    look: Callable[[], int] = running,
+) -> int:
+    """Return the number of threads that torch is set to, but at most one for each core that nobody else uses.
+
+    A number that somebody has `chosen`, by an environment variable or `torch.set_num_threads`, is left as it is. `cores` is how
+    many this process may use, `machine` how many there are.
+    """
+    count, machine = count or torch.get_num_threads(), machine or os.cpu_count() or 1
+    if cores is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else machine
+    if chosen is None:  # torch's own choice is one a core, or one for two of them where a core counts twice
+        usual = count in (cores, machine, cores // 2, machine // 2)
+        chosen = not usual or "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ
+    if count == 1 or chosen:
+        return count
+    others = machine
+    try:
+        for _ in range(LOOKS):
+            others = min(others, look() - 1)
+            if others <= 0:
+                return count
+            time.sleep(PAUSE)
+    except (OSError, ValueError, IndexError):  # not Linux
+        return count
+    return max(1, min(count, machine - others))

@@ -27,6 +27,7 @@ from .one import One
 from .pool import Pool
 from .stacked import Stacked
 from .stage import TooMany
+from .threads import available, is_small, threads
 
 T = TypeVar("T")
 MANY, TINY = 50, 20_000  # clients and parameters from which on, and below which, stacking beats a perceptron's own loop
@@ -79,17 +80,22 @@ class Trainer:
         self._settings: dict[str, Any] = dict(
             fast=fast, compile=compile, precision=precision, choices=self.choices, workers=workers, tuning=tuning
         )
-        self.threads = torch.get_num_threads()  # of this process, where it does not keep to one
         self._others: weakref.WeakSet[Trainer] = weakref.WeakSet()
-        bf16 = precision == "bf16"
-        perceptron = fused.recognise(bench) if fast and engine != "stacked" and not bf16 else None
-        if engine == "auto":
-            pays = prefers_stacked(bench, min(together, cohort or together), perceptron is not None)
-            engine = "stacked" if pays and stacked.refusal(bench) is None else "one"
-        elif engine == "stacked" and (reason := stacked.refusal(bench)) is not None:
-            raise InputError("engine", "stacked", f"'one' for this model: {reason}")
+        net, lowering, bf16, at_once = bench.net, None, precision == "bf16", min(together, cohort or together)
+        on_cpu = net.device.type == "cpu"
+        self.threads = available() if on_cpu else torch.get_num_threads()
+        """The most threads that this process works with."""
+        with threads(1 if on_cpu else self.threads):
+            perceptron = fused.recognise(bench) if fast and engine != "stacked" and not bf16 else None
+            if engine == "auto":
+                pays = prefers_stacked(bench, at_once, perceptron is not None)
+                engine = "stacked" if pays and stacked.refusal(bench) is None else "one"
+            elif engine == "stacked" and (reason := stacked.refusal(bench)) is not None:
+                raise InputError("engine", "stacked", f"'one' for this model: {reason}")
         self.name: EngineName = engine
-        net, lowering = bench.net, None
+        size, single = pool.share(workers, together, net.device)
+        small = is_small(bench, at_once if engine == "stacked" else 1)
+        self._one_thread = on_cpu and (small or (single and engine == "one"))
         self.engine: Engine
         if engine == "stacked":
             way = stacked.way_of(bench, compile, fast)
@@ -98,14 +104,20 @@ class Trainer:
                 lowering = Lowering(self.choices, precision == "full")
             execution = Execution(bf16=bf16, lowering=lowering)
         else:
-            size, single = pool.share(workers, together, net.device)
-            one = One(perceptron, single)
+            one = One(perceptron)
             self.engine = Pool(one, size, tuning.pool) if size > 1 else one
-            last = net.has_convolution and net.device.type == "cpu"
+            last = net.has_convolution and on_cpu
             wide = fast and last and any(winograd.worth(module, tuning.winograd) for module in net.module.modules())
             limits = tuning.winograd if wide else None
             execution = Execution(channels_last=last, winograd=limits, pool_first=fast, bf16=bf16)
-        self.bench = dataclasses.replace(bench, task=dataclasses.replace(bench.task, net=net.under(execution)))
+        with threads(1 if on_cpu else self.threads):
+            view = net.under(execution)
+        self.bench = dataclasses.replace(bench, task=dataclasses.replace(bench.task, net=view))
+
+    @property
+    def training_threads(self) -> int:
+        """How many threads clients train on. On a CPU the last bits of results may depend on it: a resumed run uses as many."""
+        return 1 if self._one_thread else self.choices.threads or self.threads
 
     def over(self, bench: Bench, together: int = 0, **changes: Any) -> Trainer:
         """Return a trainer that works in the same way but for `changes`, for another method or other data of the same model."""
@@ -119,12 +131,11 @@ class Trainer:
         return cast(FederationData, self.bench.data)
 
     def quiet(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for the rounds of a run: where clients train on one thread each, this process uses one, too.
+        """Return a context for the rounds of a run, in which this process uses as many threads as clients train on.
 
         OpenMP's threads wait in a busy loop, so those of the server's few operations would take the workers' cores.
         """
-        one = self.engine.one if isinstance(self.engine, Pool) else self.engine
-        return one.threads(self.bench) if isinstance(one, One) else contextlib.nullcontext()
+        return threads(self.training_threads)
 
     def close(self) -> None:
         """End worker processes and undo what programs changed, for trainers made by `over` too; a later use starts anew."""
@@ -140,6 +151,12 @@ class Trainer:
         """
         if len(parts := {work.part for work in works}) > 1:
             raise ValueError(f"works of the parts {', '.join(sorted(parts))}: should be of one")
+        if not self._one_thread and self.bench.net.device.type == "cpu":
+            self.choices.threads = self.training_threads
+        with threads(self.training_threads):
+            yield from self._train(round, works, store)
+
+    def _train(self, round: int, works: Sequence[Work], store: Store | None) -> Iterator[Done]:
         if isinstance(self.engine, Stacked):
             yield from self._stacks(self.engine, round, works, store)
             return
@@ -174,7 +191,7 @@ class Trainer:
 
     def score(self, part: str, models: Sequence[tuple[int, Params]]) -> list[int]:
         """Return how many of each client's own samples its model classifies correctly."""
-        with torch.no_grad():
+        with torch.no_grad(), threads(self.training_threads):
             return [hit for group in self._groups(models) for hit in self.engine.score(self.bench, part, group)]
 
     def _groups(self, items: Sequence[T]) -> Iterator[Sequence[T]]:

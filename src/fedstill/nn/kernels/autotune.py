@@ -98,7 +98,7 @@ def timings(operation: str, s: Shape, dtype: torch.dtype, n: int, device: torch.
 
 
 class Choices:
-    """What was measured and chosen on the way: algorithms by operation and shape, clients at a time, seconds spent.
+    """What was measured and chosen on the way: algorithms by operation and shape, clients at a time, threads, seconds spent.
 
     `algorithms` is what a run folder keeps and a resumed run is given: {"forward float32 …": "triton 128 64 32 4 3"}.
     """
@@ -112,6 +112,7 @@ class Choices:
         self.times: dict[str, Times] = {}  # of what was measured here
         self.seconds = 0.0  # spent on tracing, measuring, compiling and capturing
         self.cohort = 0  # how many clients fitted into memory at once; 0: no limit was met
+        self.threads = 0  # that clients were trained on, where results depend on it; 0: one
         self.timer, self.cache = timer, cache
 
     def algorithm(self, operation: str, s: Shape, dtype: torch.dtype, cuda: bool) -> str:
@@ -123,12 +124,13 @@ class Choices:
     def to_dict(self) -> dict[str, Any]:
         """Return all that was chosen, for a run folder; empty where nothing was."""
         chosen: dict[str, Any] = {"convolutions": self.algorithms} if self.algorithms else {}
-        return {**chosen, "cohort": self.cohort} if self.cohort else chosen
+        return chosen | {name: getattr(self, name) for name in ("cohort", "threads") if getattr(self, name)}
 
     def update(self, chosen: dict[str, Any]) -> None:
         """Take over what an earlier part of the run chose."""
         self.algorithms.update(chosen.get("convolutions", {}))
         self.cohort = int(chosen.get("cohort", self.cohort))
+        self.threads = int(chosen.get("threads", self.threads))
 
     def missing(self) -> list[str]:
         """Return the shapes that were asked for and not yet measured."""
