@@ -8,8 +8,8 @@ import pytest
 
 import fedstill as fs
 from fedstill.cli import main
-from fedstill.edge.model_store import store as model_store
-from fedstill.run import fleet
+from fedstill.edge.model_store.plain import PlainStore
+from fedstill.run import together
 
 from .test_cli import metrics, refused
 
@@ -25,12 +25,15 @@ def elsewhere(tmp_path, monkeypatch) -> None:
 @pytest.fixture
 def fleets(monkeypatch) -> list[int]:
     """How many runs go together, each time some do."""
-    found: list[int] = []
-    begin = fleet.Fleet.__init__
-    monkeypatch.setattr(
-        fleet.Fleet, "__init__", lambda self, courses: found.append(len(courses)) or begin(self, courses)
-    )
-    return found
+    counts: list[int] = []
+    start = together.start
+
+    def counted(starts, *more):
+        counts.extend([len(starts)] if len(starts) > 1 else [])
+        return start(starts, *more)
+
+    monkeypatch.setattr(together, "start", counted)
+    return counts
 
 
 def same_numbers(a: list[dict], b: list[dict]) -> bool:
@@ -140,8 +143,8 @@ def test_a_value_that_is_left_alone_is_named(capsys) -> None:
 
 @pytest.mark.parametrize("command", [["compare", "pfedsd", "fedprox"], ["sweep", "pfedsd", "lam=0.1,1"]])
 def test_memories_that_are_lost_stop_their_runs_only(command, monkeypatch, capsys) -> None:
-    """The bank fails in a later round of pFedSD: its runs have failed, and the command goes on to its report."""
-    scatter, calls = model_store.ModelStore.scatter, []
+    """The Model Store fails in a later round of pFedSD: its runs have failed, and the command goes on to its report."""
+    scatter, calls = PlainStore.scatter, []
 
     def losing(self, clients, memory, *more):
         calls.extend([1] if memory else [])
@@ -149,7 +152,7 @@ def test_memories_that_are_lost_stop_their_runs_only(command, monkeypatch, capsy
             raise fs.TrainingError("client 0: its memory was lost")
         return scatter(self, clients, memory, *more)
 
-    monkeypatch.setattr(model_store.ModelStore, "scatter", losing)
+    monkeypatch.setattr(PlainStore, "scatter", losing)
     flags = ["--rounds", "3", "--clients", "4", "--epochs", "1", "--engine", "stacked", "--seeds", "2"]
     assert main([*command, *flags, "--out", "all"]) == 1
     out, err = capsys.readouterr()

@@ -3,7 +3,7 @@
 import statistics
 
 import fedstill as fs
-from fedstill.run.simulation import federation_of
+from fedstill.run.prepare import federation_of
 
 
 def test_pfedsd_beats_fedavg_on_the_digits() -> None:

@@ -108,9 +108,9 @@ OTHERS = [
     (lambda: fs.Experiment(method=fs.FedAvg), "method = <class 'fedstill.methods.fedavg.FedAvg'>: should be a method"),
     (
         lambda: fs.Federation.from_dataset(TensorDataset(torch.zeros(3, 2), torch.zeros(3))),
-        "dataset = TensorDataset: should be a fedstill.data.Dataset",
+        "dataset = TensorDataset: should be a Dataset of fedstill.data.load",
     ),
-    (lambda: fs.Federation.from_dataset("digits"), "dataset = str: should be a fedstill.data.Dataset"),
+    (lambda: fs.Federation.from_dataset("digits"), "dataset = str: should be a Dataset of fedstill.data.load"),
 ]
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fedstill as fs
-from fedstill.run.simulation import federation_of
+from fedstill.run.prepare import federation_of
 
 
 def silos(folder: Path, count: int) -> Path:

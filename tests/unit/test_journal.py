@@ -110,10 +110,10 @@ def test_a_checkpoint_with_a_part_gone_is_passed_over(part: str, tmp_path: Path,
     [
         ('{"fedstill": "0.3.1", "python": "3.11"}', "0.3.1"),  # as earlier versions wrote it
         ('{"fedstill": "9.0", "format": 99}', "9.0"),
-        ('{"python": "3.11"}', "an unknown version"),
-        ("[1]", "an unknown version"),
-        ("{", "an unknown version"),
-        (None, "an unknown version"),
+        ('{"python": "3.11"}', "of an unknown version"),
+        ("[1]", "of an unknown version"),
+        ("{", "of an unknown version"),
+        (None, "of an unknown version"),
     ],
 )
 def test_a_folder_of_another_version_is_refused_in_a_line_and_left_alone(
@@ -122,14 +122,14 @@ def test_a_folder_of_another_version_is_refused_in_a_line_and_left_alone(
     folder = tmp_path / "run"
     cut(experiment(), folder, 3)
     about = json.loads((folder / "environment.json").read_text())
-    assert about["format"] == journal.FORMAT
+    assert about["format"] == FORMAT
     assert about["fedstill"] == fs.__version__
     if environment is None:
         (folder / "environment.json").unlink()
     else:
         (folder / "environment.json").write_text(environment)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(fs.InputError, match=re.escape(f"this one was made by {version}")) as refused:
+    with pytest.raises(fs.InputError, match=re.escape(f"fedstill {version} wrote this one")) as refused:
         fs.resume(folder)
     assert "\n" not in str(refused.value)
     assert str(folder) in str(refused.value)
@@ -142,7 +142,7 @@ def test_a_call_from_python_refuses_a_folder_of_another_version(tmp_path: Path) 
 
     call()
     (tmp_path / "run" / "environment.json").write_text('{"fedstill": "0.3.1"}')
-    with pytest.raises(fs.InputError, match=re.escape("made by 0.3.1")):
+    with pytest.raises(fs.InputError, match=re.escape("fedstill 0.3.1 wrote this one")):
         call(resume=True)
 
 

@@ -22,7 +22,6 @@ from fedstill.engine.pool import Pool
 from fedstill.engine.trainer import Trainer
 from fedstill.run import simulation
 from fedstill.run.experiment import Training
-from fedstill.scores import forgetting
 
 from ..laws.table import ROWS
 from ..problems import CLASSES, EAGER, SETTINGS, make, ragged, retuned
@@ -442,5 +441,4 @@ def test_a_class_with_other_hooks_must_say_itself_that_it_is_wait_free() -> None
     assert derived(fs.Ditto).wait_free
     assert derived(fs.Ditto, fit=hook, merge=hook, personal=hook).wait_free
     assert not derived(Mixed, fs.Ditto).wait_free
-    assert not forgetting._watched(fs.Ditto()).wait_free  # it uploads the personal model
     assert not derived(fs.FedAvg, phases=hook).wait_free

@@ -9,8 +9,8 @@ import fedstill as fs
 from fedstill.report import bubbles, figures, text
 from fedstill.report.summary import is_summary
 from fedstill.report.summary import summary as summarise
-from fedstill.run.evaluate import Scores, summary
 from fedstill.run.simulation import Run
+from fedstill.server.records import Scores, summary
 from tests.problems import Plain, ragged
 
 FACTS = text.Facts("digits", 3, "iid", ("0123456789abcdef",), "mlp")

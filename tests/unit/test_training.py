@@ -8,11 +8,11 @@ import pytest
 
 import fedstill as fs
 from fedstill.core import settings
-from fedstill.core.training import FurtherScores, LocalTraining, Machine, Rounds, ServerOptimizer, Timing
+from fedstill.core.training import FederationSettings, FurtherScores, LocalTraining, Machine, ServerOptimizer, Timing
 
 from ..problems import identical, run, states
 
-GROUPS = (Rounds, LocalTraining, ServerOptimizer, Machine, Timing, FurtherScores)
+GROUPS = (FederationSettings, LocalTraining, ServerOptimizer, Machine, Timing, FurtherScores)
 SLOW = {"profile": "lognormal:0.9", "rounds": 6}
 FEDBUFF, FEDASYNC = {**SLOW, "mode": "fedbuff"}, {**SLOW, "mode": "fedasync"}
 WAIT_FREE = {**SLOW, "wait_free": "until-download", "personal_cap": 2}
@@ -130,7 +130,7 @@ def test_a_group_stands_alone(group) -> None:
     [
         (LocalTraining, {"nesterov": True, "momentum": 0}, "nesterov = True: should be false, or a momentum above 0"),
         (LocalTraining, {"lr": 10**400}, "lr = inf: should be a number above 0"),
-        (Rounds, {"participation": 0}, "participation = 0.0: should be a number above 0 and at most 1"),
+        (FederationSettings, {"participation": 0}, "participation = 0.0: should be a number above 0 and at most 1"),
         (ServerOptimizer, {"server": "adagrad"}, "server = 'adagrad': should be one of: mean, momentum, adam, yogi"),
         (Machine, {"precision": ["tf32"]}, "precision = ['tf32']: should be one of: tf32, bf16, full"),
         (Timing, {"drop": 0.2}, "drop = 0.2: should be 0.0 without a profile of devices, as uniform"),
