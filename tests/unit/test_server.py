@@ -15,9 +15,9 @@ from fedstill.server.coordinator import Aggregator
 from fedstill.server.sampler import count
 from fedstill.transport import wire
 from fedstill.transport.local import LocalTransport
-from fedstill.transport.messages import Order, Reply
+from fedstill.transport.messages import Order, Reply, Request
 
-from ..problems import SETTINGS, Tampered, finish, identical, make, ragged
+from ..problems import SETTINGS, WIRED, Tampered, finish, identical, make, ragged, states
 
 
 def test_below_the_minimum_the_model_stays() -> None:
@@ -122,3 +122,38 @@ def test_a_field_may_not_hide_a_hook_and_a_method_needs_an_id() -> None:
 
         class Hiding(fs.FedAvg):
             begin: str = "x"
+
+
+def test_callbacks_follow_a_run_and_may_ask_its_clients() -> None:
+    """`on_round` as a coroutine: it sees the round's record and state, and each client's personal model of then."""
+    calls: list[str] = []
+    asked: dict[int, dict] = {}
+
+    class Curious:
+        def on_start(self, coordinator) -> None:
+            calls.append(f"start {coordinator.state.round}")
+
+        def on_round(self, coordinator, record):
+            calls.append(f"round {record['round']}")
+            assert coordinator.state.history[-1] is record
+            task = dataclasses.replace(coordinator.task, round=record["round"])
+            replies = yield Request([coordinator.order("model", task, k) for k in (0, 3)])
+            asked[record["round"]] = {f"personal {r.client}": tree.clone(r.up["params"]) for r in replies}
+
+        def on_end(self, coordinator) -> None:
+            calls.append(f"end {coordinator.state.round}")
+
+    for transport in (None, WIRED):
+        calls.clear()
+        run = fs.simulate(
+            fs.PFedSD(), model=make("plain"), data=ragged(), **SETTINGS, engine="one", transport=transport,
+            callbacks=[Curious()], progress=lambda record: calls.append(f"progress {record['round']}"),
+        )  # fmt: skip
+        rounds = [f"{who} {t}" for t in (1, 2, 3) for who in ("progress", "round")]
+        assert calls == ["start 0", *rounds, "end 3"]
+        two = fs.simulate(fs.PFedSD(), model=make("plain"), data=ragged(), **{**SETTINGS, "rounds": 2}, engine="one")
+        for t, models in ((2, two), (3, run)):
+            assert identical(asked[t], {f"personal {k}": models.served(k) for k in (0, 3)})
+        assert identical(states(run), states(fs.simulate(
+            fs.PFedSD(), model=make("plain"), data=ragged(), **SETTINGS, engine="one"
+        )))  # fmt: skip

@@ -159,3 +159,30 @@ def test_finite_rows() -> None:
     assert tree.finite_rows(2, {"n": torch.arange(2)}).tolist() == [True, True]
     big = {"x": torch.full((2, 4), 3e38)}  # a sum that float32 does not hold is no bad number
     assert tree.finite_rows(2, big).all()
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_finite_each(copied: bool) -> None:
+    """Of rows of one buffer and of trees that lie anywhere."""
+    whole = stacked()
+    whole["params"]["a"][1, 2, 0] = torch.nan
+    whole["params"]["b"][3, 0] = -torch.inf
+    whole["params"]["b"][4, :2] = torch.tensor([torch.inf, -torch.inf])
+    entries = [entry["params"] for entry in tree.rows(whole, N)]
+    entries = [tree.clone(entry) for entry in entries] if copied else entries
+    assert together(entries) is not copied
+    assert tree.finite_each(entries) == [True, False, True, False, False]
+    assert tree.finite_each([entries[2], entries[1]]) == [True, False]
+
+
+def test_finite_each_of_trees_that_are_not_alike() -> None:
+    bad = {"x": torch.tensor([1.0, torch.nan])}
+    assert tree.finite_each([]) == []
+    assert tree.finite_each([{}, bad, {"n": torch.arange(2)}, {"x": torch.ones(1), "y": bad}]) == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert tree.finite_each([{}, {}]) == [True, True]
+    assert tree.finite_each([{"x": torch.full((4,), 3e38)}]) == [True]  # a sum that float32 does not hold
