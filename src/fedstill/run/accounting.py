@@ -17,7 +17,8 @@ import numpy as np
 
 from ..core import tree
 from ..engine import flops
-from ..engine.flops import Flops, Work
+from ..engine.flops import Flops
+from ..engine.flops import RoundFlops as Work
 from ..server.traffic import SPLIT, nbytes
 
 if TYPE_CHECKING:
