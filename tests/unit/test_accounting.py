@@ -44,7 +44,7 @@ def run(method: fs.Method, model: nn.Module | None = None, shape=(4,), sizes=Non
     return fs.simulate(method, model=model or make("plain"), data=data, **how)
 
 
-def work(method: fs.Method, **more) -> flops.Work:
+def work(method: fs.Method, **more) -> flops.RoundFlops:
     found = run(method, **more).cost
     assert found.work is not None, found.uncounted
     return found.work

@@ -19,6 +19,7 @@ import fedstill as fs
 from fedstill import methods
 from fedstill.core import tree
 from fedstill.run import journal
+from fedstill.run.experiment import FORMAT
 from fedstill.run.journal import Journal, write
 
 from ..problems import SETTINGS, cut, identical, make, ragged, states

@@ -70,6 +70,8 @@ class Method:
     """Whether the objective is cross-entropy alone, so that an engine may use a loop of its own for it."""
     per_sample: ClassVar[frozenset[str]] = frozenset()
     """Entries of the memory with one row for each of the client's samples."""
+    upload_varies: ClassVar[bool] = False
+    """Whether names or shapes of what `finish` uploads differ from round to round."""
     coupled: ClassVar[frozenset[str]] = frozenset()
     """Entries of the memory that must agree with the server's state: they are rolled back when the server did not take the
     reply (it was late, dropped or refused). All other entries are the client's own and stay."""

@@ -25,7 +25,7 @@ DRAWS = 1 << 16  # a method's own draws from a step's key are numbered from here
 
 
 def key(*words: int) -> int:
-    """One 64-bit key from several words; every word and its place matter."""
+    """Return one 64-bit key from several words; every word and its position matter."""
     h = _GAMMA
     for word in words:
         h = _mix((h + _GAMMA) ^ (word & _WORD))
@@ -40,7 +40,7 @@ def _mix(h: int) -> int:
 
 
 def bits(k: int, n: int) -> NDArray[np.uint64]:
-    """n random 64-bit words from key k."""
+    """Return n random 64-bit words from key k."""
     h = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GAMMA) + np.uint64(k)
     h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -48,11 +48,11 @@ def bits(k: int, n: int) -> NDArray[np.uint64]:
 
 
 def keys(*words: int | NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """`key` for arrays of words, which are broadcast against one another."""
+    """Return `key` for arrays of words, which are broadcast against one another."""
     h: NDArray[np.uint64] = np.asarray([_GAMMA], dtype=np.uint64)
     for word in words:
-        given = word if isinstance(word, np.ndarray) else np.asarray([word & _WORD], dtype=np.uint64)
-        h = (h + np.uint64(_GAMMA)) ^ given
+        array = word if isinstance(word, np.ndarray) else np.asarray([word & _WORD], dtype=np.uint64)
+        h = (h + np.uint64(_GAMMA)) ^ array
         h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         h = h ^ (h >> np.uint64(31))
@@ -60,7 +60,7 @@ def keys(*words: int | NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def tensor_bits(k: Tensor, n: int) -> Tensor:
-    """`bits` for a tensor of keys, on its device: the same words, as int64, along a new last axis."""
+    """Return `bits` for a tensor of keys, on its device: the same words, as int64, along a new last axis."""
     h = torch.arange(1, n + 1, device=k.device) * _signed(_GAMMA) + k.unsqueeze(-1)
     h = (h ^ _shift(h, 30)) * _signed(0xBF58476D1CE4E5B9)
     h = (h ^ _shift(h, 27)) * _signed(0x94D049BB133111EB)
@@ -72,7 +72,7 @@ def _signed(word: int) -> int:
 
 
 def _shift(h: Tensor, by: int) -> Tensor:
-    """A shift to the right that brings in zeros."""
+    """Shift to the right, filling with zeros."""
     return (h >> by) & ((1 << (64 - by)) - 1)
 
 
@@ -82,7 +82,7 @@ def _on(words: NDArray[np.uint64], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Tables:
-    """A phase's batches of several clients: for each step, client and place in the batch a sample.
+    """A phase's batches of several clients: a sample for each step, client and position in the batch.
 
     `index` counts among the client's own samples; it is 0 where `real` is false. `key` makes a step's randomness. Clients that
     have fewer steps than others have no real sample in the rest.
@@ -103,7 +103,7 @@ def tables(
     width: int,
     device: torch.device,
 ) -> Tables:
-    """The same batches as `Plan.order` and `Plan.step_keys` give client by client, drawn and sorted on the device."""
+    """Return the batches that `Plan.order` and `Plan.step_keys` give client by client, drawn and sorted on the device."""
     seed, client = (np.asarray(words, dtype=np.uint64)[:, None] for words in (seeds, clients))
     epoch = np.arange(epochs, dtype=np.uint64)[None, :]
     most = max(samples)
@@ -124,12 +124,12 @@ def tables(
 
 
 def permutation(k: int, n: int) -> NDArray[np.int64]:
-    """A random order of 0 … n−1 from key k."""
+    """Return a random order of 0 … n−1 from key k."""
     return np.argsort(bits(k, n), kind="stable").astype(np.int64)
 
 
 def uniform_bits(k: Tensor, layer: int, shape: Sequence[int]) -> Tensor:
-    """32 random bits (as int64) for every entry of `shape`, from a scalar key and a layer's number.
+    """Return 32 random bits (as int64) for every entry of `shape`, from a scalar key and a layer's number.
 
     Entry i depends on (key, layer, i) only, row by row: padding a batch at its end changes no row before it.
     """
@@ -140,7 +140,7 @@ def uniform_bits(k: Tensor, layer: int, shape: Sequence[int]) -> Tensor:
 
 
 def _avalanche(h: Tensor) -> Tensor:
-    """A 32-bit integer hash with low bias (constants by C. Wellons' search), in 64-bit arithmetic."""
+    """Hash 32-bit integers with low bias (constants by C. Wellons' search), in 64-bit arithmetic."""
     h = h & 0xFFFFFFFF
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     h = ((h ^ (h >> 15)) * 0x846CA68B) & 0xFFFFFFFF
@@ -155,39 +155,39 @@ class Plan:
     batch_size: int
 
     def cohort(self, round: int, candidates: Sequence[int], count: int) -> list[int]:
-        """`count` of the candidates, uniformly without replacement, in ascending order."""
+        """Draw `count` of the candidates, uniformly without replacement; return them in ascending order."""
         ids = np.sort(np.asarray(candidates, dtype=np.uint64))
         ranks = keys(self.seed, COHORT, round, ids)
         return sorted(int(k) for k in ids[np.argsort(ranks, kind="stable")[:count]])
 
     def order(self, round: int, client: int, samples: int, epoch: int) -> NDArray[np.int64]:
-        """The order in which a client's samples are visited in one epoch; every sample once."""
+        """Return the order in which a client's samples are visited in one epoch; every sample once."""
         return permutation(key(self.seed, BATCHES, round, client, epoch), samples)
 
     def steps(self, samples: int, epochs: int) -> int:
-        """How many SGD steps that is: partial batches are kept."""
+        """Return the number of SGD steps; partial batches count."""
         return epochs * -(-samples // min(self.batch_size, samples))
 
     def batches(self, round: int, client: int, samples: int, epochs: int, width: int) -> NDArray[np.int64]:
-        """All batches of a phase as rows of `width` indices; −1 is padding. Row s holds the samples of step s."""
+        """Return all batches of a phase as rows of `width` indices; −1 is padding. Row s holds the samples of step s."""
         size = min(self.batch_size, samples)
         per_epoch = -(-samples // size)
         rows = np.full((epochs, per_epoch, width), -1, dtype=np.int64)
         for epoch in range(epochs):
             order = self.order(round, client, samples, epoch)
             for b in range(per_epoch):
-                part = order[b * size : (b + 1) * size]
-                rows[epoch, b, : len(part)] = part
+                batch = order[b * size : (b + 1) * size]
+                rows[epoch, b, : len(batch)] = batch
         return rows.reshape(epochs * per_epoch, width)
 
     def tables(
         self, round: int, clients: Sequence[int], samples: Sequence[int], epochs: int, width: int, device: torch.device
     ) -> Tables:
-        """All batches of a phase of several clients, on the device."""
+        """Return all batches of a phase for several clients, on the device."""
         return tables([self.seed] * len(clients), self.batch_size, round, clients, samples, epochs, width, device)
 
     def step_keys(self, round: int, client: int, steps: int) -> NDArray[np.int64]:
-        """The keys of a phase's dropout masks, one a step (31 bits, so that they fit any integer tensor)."""
+        """Return the keys of a phase's dropout masks, one for each step (31 bits, so that they fit any integer tensor)."""
         return (bits(key(self.seed, STEP, round, client), steps) >> np.uint64(33)).astype(np.int64)
 
 

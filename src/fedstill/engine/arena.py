@@ -1,6 +1,6 @@
-"""Tensors in memory that processes share: a file without a name, made before a fork, that grows by need.
+"""Tensors in memory that processes share: an anonymous file, made before a fork, that grows as needed.
 
-The kernel frees it with the last process that has it open, so nothing can be left behind in /dev/shm, not even by a kill.
+The kernel frees it with the last process that has it open, so nothing is left behind in /dev/shm, not even by a kill.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 
 ALIGN = 64  # bytes; torch's own memory starts so, and kernels then take the same path and give the same bits
-Place: TypeAlias = tuple[int, str, Sequence[int], Sequence[int]]  # offset, dtype, shape, strides: what a message says
+Place: TypeAlias = tuple[int, str, Sequence[int], Sequence[int]]  # offset, dtype, shape, strides; goes into messages
 
 
 class Arena:
-    """One process puts tensors in, others read them. What is read is a view, and good until the writer starts anew."""
+    """One process writes tensors, others read them. What is read is a view, valid until the writer clears the arena."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create("fedstill")
         self._end = weakref.finalize(self, os.close, self._file)
         self._map: mmap.mmap | None = None
         self._used = 0
-        self._places: dict[int, tuple[Place, Tensor]] = {}  # by id; the tensor is held so that its id stays its own
+        self._places: dict[int, tuple[Place, Tensor]] = {}  # by id; a reference to the tensor keeps its id unique
 
     def clear(self) -> None:
-        """Start anew: what is in it may be overwritten."""
+        """Forget what is in the arena: it may be overwritten."""
         self._used = 0
         self._places.clear()
 
@@ -47,7 +47,7 @@ class Arena:
         return self._places[id(leaf)][0]
 
     def get(self, place: Place) -> Tensor:
-        """The tensor at a place, as a view."""
+        """Return the tensor at a place, as a view."""
         offset, name, shape, strides = place
         dtype, count = getattr(torch, name), math.prod(shape)
         if not count:
@@ -67,7 +67,7 @@ class Arena:
         self._map = mmap.mmap(self._file, os.fstat(self._file).st_size)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self.clear()
         self._map = None
         self._end()

@@ -45,7 +45,7 @@ class Cohort:
         self.watched = Watched.of(dataclasses.replace(bench.task, round=round))
         self.view = ClientView(bench, dataclasses.replace(bench.task, round=round))
         self.phases = bench.part(self.part, round, self.watched)
-        train, whole = bench.data.train, bench.phases(round, self.watched)
+        train, full_round = bench.data.train, bench.phases(round, self.watched)
         self.by_round = self.watched.asked[0]  # whether the phases depend on the round
         self.sizes = [train.sizes[k] for k in self.clients]
         self.steps = [sum(bench.length(work, epochs) for _, _, epochs in self.phases) for work in works]
@@ -57,11 +57,11 @@ class Cohort:
             self.memory = store.gather(self.clients, per_sample, self.rows)
         else:
             self.memory = tree.stack([tree.fit_rows(work.memory, per_sample, self.rows) for work in works])
-        self.given = versions(down=self.down, memory=self.memory)  # to see whether a hook changes it
+        self.arguments = versions(down=self.down, memory=self.memory)  # to see whether a hook changes it
         self.site: Tree = {  # what differs between clients; the samples themselves lie in one shared array
             "index": train.rows(self.clients, self.rows),
             "samples": put(self.sizes, self.device, self.dtype),
-            "steps": put([bench.steps(k, whole) for k in self.clients], self.device, self.dtype),
+            "steps": put([bench.steps(k, full_round) for k in self.clients], self.device, self.dtype),
             "last": put([float(work.last) for work in works], self.device, torch.float64),
         }
         if bench.varied:
@@ -80,7 +80,7 @@ class Cohort:
                 begun: Tree = over_clients(self._begin, self.site, self.down, self.memory)
             models = [phase.model for _, phase, _ in self.phases if self.bench.method.step is None]
             check_begun(self.bench.method, models, begun)
-            check_unchanged(self.bench.method, "begin", self.given)
+            check_unchanged(self.bench.method, "begin", self.arguments)
             if not any(before):
                 return begun
             before = [local or tree.unstack(begun, row) for row, local in enumerate(before)]
@@ -104,10 +104,10 @@ class Cohort:
     @calls("finish")
     def finish(self, local: Tree) -> None:
         """End the work: what goes up, the memory and, of a generic part, `local`."""
-        given = self.given + versions(local=local)
+        arguments = self.arguments + versions(local=local)
         with torch.no_grad():
             up, memory = over_clients(self._finish, self.site, self.down, self.memory, local)
-        check_unchanged(self.bench.method, "finish", given)
+        check_unchanged(self.bench.method, "finish", arguments)
         trained = self.bench.method.phases(self.watched)[-1].model if self.works[0].watch else ""
         self.up, self.memory_after, self.local = results_of(self.part, up, memory, local, trained)
 

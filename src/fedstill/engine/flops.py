@@ -36,27 +36,27 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Flops:
-    """Forward: everything outside autograd's backward passes."""
+    """A number of FLOPs; `forward` is everything outside autograd's backward passes."""
 
     forward: float = 0.0
     backward: float = 0.0
 
     @property
     def total(self) -> float:
-        """Both."""
+        """Forward and backward."""
         return self.forward + self.backward
 
     def __add__(self, other: Flops) -> Flops:
         return Flops(self.forward + other.forward, self.backward + other.backward)
 
     def times(self, factor: float) -> Flops:
-        """So many times the same."""
+        """Return this work done so many times."""
         return Flops(factor * self.forward, factor * self.backward)
 
 
 @dataclass(frozen=True)
-class Work:
-    """A client's round: before its first step, each phase with all its epochs, after its last step."""
+class RoundFlops:
+    """The FLOPs of a client's round: before its first step, of each phase with all its epochs, after its last step."""
 
     begin: Flops
     phases: tuple[Flops, ...]
@@ -64,15 +64,15 @@ class Work:
 
     @property
     def total(self) -> Flops:
-        """All of it."""
+        """The whole round."""
         return sum(self.phases, self.begin + self.finish)
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What counting a round gave: the work, its SGD steps, and the upload (as fake tensors or zeros: only its shape counts)."""
+    """The result of counting a round: the work, its SGD steps, and the upload (fake tensors or zeros: only its shape counts)."""
 
-    work: Work
+    work: RoundFlops
     steps: float
     up: Tree
 
@@ -80,7 +80,7 @@ class Counted:
 def count(
     bench: Bench, round: int, down: Tree, memory: Tree, samples: int, rounds: int = 0, fake: bool | None = None
 ) -> Counted:
-    """The work of a client with so many samples that downloads `down` and has kept `memory`, in the state of this round.
+    """Count the work of a client with so many samples, this download and this memory, in this round.
 
     Epochs that are drawn by round (L2GD's) are taken at their mean over the run's rounds, or over `rounds`. `fake` is chosen
     by the model; where a hook needs values after all, zeros are used.
@@ -115,25 +115,25 @@ def _count(bench: Bench, round: int, down: Tree, memory: Tree, samples: int, rou
         memory = tree.fit_rows(memory, method.per_sample, samples)
         with Counter() as begin, torch.no_grad():
             local = method.begin(task, down, memory)
-        found = []
+        by_phase = []
         for phase, often in zip(method.phases(task), epochs, strict=True):
             if not often:
-                found.append(Flops())
+                by_phase.append(Flops())
                 continue
             with Counter() as enter, torch.no_grad():
                 local = phase.enter(task, local) if phase.enter is not None and method.step is None else local
             bare = dataclasses.replace(phase, enter=None)
-            whole, after = _step(bench, task, local, bare, *data(full))
+            per_step, after = _step(bench, task, local, bare, *data(full))
             rest = _step(bench, task, local, bare, *data(samples % full))[0] if samples % full else Flops()
-            found.append(enter.flops + (whole.times(samples // full) + rest).times(often))
+            by_phase.append(enter.flops + (per_step.times(samples // full) + rest).times(often))
             local = after
         with Counter() as finish, torch.no_grad():
             up, _ = method.finish(task, down, memory, local)
-    return Counted(Work(begin.flops, tuple(found), finish.flops), steps, up)
+    return Counted(RoundFlops(begin.flops, tuple(by_phase), finish.flops), steps, up)
 
 
 def _step(bench: Bench, task: Task, local: Tree, phase: Any, x: Tensor, y: Tensor) -> tuple[Flops, Tree]:
-    """One step on these samples: what it takes, and what it leaves."""
+    """Run one step on these samples: return its FLOPs and the state after it."""
     batch = Part(Samples(x), y, (0,), (len(y),))
     alone = dataclasses.replace(bench, plan=Plan(0, len(y)), data=Only(batch))
     total = torch.zeros((), dtype=x.dtype, device=x.device)
@@ -143,7 +143,7 @@ def _step(bench: Bench, task: Task, local: Tree, phase: Any, x: Tensor, y: Tenso
 
 
 def _epochs(bench: Bench, rounds: int) -> list[float]:
-    """Each phase's epochs, mean over so many rounds."""
+    """Return each phase's epochs, mean over so many rounds."""
     task = bench.task
     tasks = [dataclasses.replace(task, round=t) for t in range(1, rounds + 1)]
     by_round = [[task.epochs if p.epochs is None else p.epochs for p in bench.method.phases(t)] for t in tasks]
@@ -152,29 +152,29 @@ def _epochs(bench: Bench, rounds: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Only:
-    """Data of which there is one part."""
+    """Client data with training samples alone."""
 
     train: Part
 
     def part(self, name: str) -> Part:
-        """That one."""
+        """Return the training samples."""
         return self.train
 
 
 @contextlib.contextmanager
 def _world(fake: bool) -> Iterator[Callable[[Tree], Tree]]:
-    """Within, new tensors are fake where that is asked for; gives what makes a tree of one's own of the run's."""
+    """Make new tensors fake inside the context if `fake`; yield what turns a tree of the run into one that may be used there."""
     if not fake:
         yield tree.clone
         return
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        yield lambda given: tree.map(lambda leaf: mode.from_tensor(leaf.detach()), given)
+        yield lambda given_tree: tree.map(lambda leaf: mode.from_tensor(leaf.detach()), given_tree)
 
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within, counts FLOPs; those of a backward pass by themselves."""
+    """Counts FLOPs while active, those of backward passes separately."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -185,9 +185,9 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         formula = FORMULAS.get(func._overloadpacket)
         if formula is None and func is not torch.ops.prim.device.default:
             with self:
-                found = func.decompose(*args, **kwargs)
-            if found is not NotImplemented:
-                return found
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         out = func(*args, **kwargs)
         if formula is not None:
             done = float(formula(*args, **kwargs, out_val=out))
@@ -197,7 +197,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any, **kwargs: Any) -> int:
-    """As much as the forward pass for the input's gradient, and again for the weights'; torch's own over-counts groups."""
+    """Return the forward pass's FLOPs for the input's gradient and again for the weights'; torch's own overcounts groups."""
     transposed, mask = rest[4], rest[7]
     forward = 2 * (x if transposed else grad).numel() * weight[0].numel()
     return forward * (int(mask[0]) + int(mask[1]))

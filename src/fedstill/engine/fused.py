@@ -1,18 +1,19 @@
-"""A multi-layer perceptron's own training loop: forward, backward and update written out, the update fused into one product.
+"""A multi-layer perceptron's training loop: forward, backward and update written out, the update fused into one product.
 
     aᵢ₊₁ = max(0, Wᵢ·[aᵢ, 1]),   δ = softmax(z) − onehot(y),   W ← (1 − η·wd)·W − η/b·δᵀ·[a, 1]
 
 A bias is one more column of its weight, and every activation has a column of ones: so a layer is one product forward, one for
 the slope of what is below, and one that already is its update. Buffers are made once a phase. Autograd's graph, its temporaries
-and a loop over parameters are most of the cost of such small steps.
+and a loop over parameters are most of the cost of such small steps. This is the one place besides `step` and `SGD` where a step
+is written: the product that computes a gradient already applies it.
 
-Only a chain of `nn.Linear` and ReLU with plain cross-entropy and SGD is taken, found by following the model's graph; before it is
-used it is tried in float64 against autograd, and one that differs is left to autograd.
+Only a chain of `nn.Linear` and ReLU with plain cross-entropy and SGD is taken, recognised by its graph; before it is
+used it is compared with autograd in float64, and a model for which it differs is left to autograd.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -40,24 +41,24 @@ class Layer:
     relu: bool
 
 
-def recognise(bench: Bench) -> Perceptron | None:
-    """The loop for this bench, where the model is such a chain and the method trains it by plain cross-entropy; else None."""
+def recognise(bench: Bench, follow: Callable[[Net], tuple[Layer, ...]] | None = None) -> Perceptron | None:
+    """Return the loop for this bench if the model is such a chain and the method trains it by cross-entropy; else None."""
     net = bench.net
     if not bench.method.plain_loss or net.device.type != "cpu":
         return None
-    layers = _follow(net)
+    layers = (follow or _follow)(net)
     return Perceptron(layers) if layers and _agrees(bench, layers) else None
 
 
 class Perceptron:
-    """Trains a chain of layers. Buffers are kept from phase to phase and from client to client, so they stay in the cache."""
+    """Trains a chain of layers. Buffers are reused for all phases and clients, so they stay in the cache."""
 
     def __init__(self, layers: tuple[Layer, ...]) -> None:
         self.layers = layers
         self._loops: dict[tuple[frozenset[str], SGD, torch.dtype], _Loop] = {}
 
     def takes(self, phase: Phase, names: Iterable[str]) -> bool:
-        """Whether a phase that moves these names can be trained here."""
+        """Return whether a phase that moves these names can be trained here."""
         moving = set(names)
         split = any(layer.bias and (layer.weight in moving) != (layer.bias in moving) for layer in self.layers)
         return bool(moving) and not split and phase.loss is None and phase.after_epoch is None
@@ -65,9 +66,9 @@ class Perceptron:
     def train(
         self, start: Params, names: Iterable[str], sgd: SGD, x: Tensor, y: Tensor, orders: Iterable[Tensor], size: int
     ) -> tuple[Params, Tensor]:
-        """Train in batches of `size`, an epoch for each of the `orders` of the samples: (the state, Σ of the steps' losses).
+        """Train in batches of `size`, an epoch for each of the `orders` of the samples; return the state and Σ of the losses.
 
-        An order may name fewer samples than there are: an epoch that is broken off.
+        An order may name fewer samples than there are: an incomplete epoch.
         """
         key = frozenset(names), sgd, x.dtype
         with torch.no_grad():
@@ -108,17 +109,17 @@ class _Loop:
             velocity.zero_()
 
     def state(self) -> Params:
-        """Copies of the weights and biases that move, by name."""
-        found: Params = {}
+        """Return copies of the weights and biases that move, by name."""
+        state: Params = {}
         for layer, weight, inputs, moves in zip(self.layers, self.weights, self.inputs, self.moves, strict=True):
             if moves:
-                found[layer.weight] = weight[:, :inputs].clone(memory_format=torch.contiguous_format)
+                state[layer.weight] = weight[:, :inputs].clone(memory_format=torch.contiguous_format)
             if moves and layer.bias is not None:
-                found[layer.bias] = weight[:, inputs].clone(memory_format=torch.contiguous_format)
-        return found
+                state[layer.bias] = weight[:, inputs].clone(memory_format=torch.contiguous_format)
+        return state
 
     def epoch(self, x: Tensor, y: Tensor, order: Tensor, size: int) -> Tensor:
-        """One pass in batches of `size`; the sum of the steps' losses, taken from all outputs at the end."""
+        """Pass once over the samples in batches of `size`; return the sum of the losses, computed from all outputs at the end."""
         samples = len(order)
         if len(self.data) < samples:
             self.data = _aligned(self.like, samples, self.inputs[0] + 1)
@@ -128,12 +129,12 @@ class _Loop:
         target, logits = F.one_hot(y, self.outputs).to(x.dtype), x.new_empty(samples, self.outputs)
         count, rest = divmod(samples, size)
         rooms = [self._room(size)] * count + ([self._room(rest)] if rest else [])
-        whole, data = count * size, self.data[:samples, : self.weights[0].shape[1]]
-        for room, a, z, t in zip(rooms, *(torch.split(part, size) for part in (data, logits, target)), strict=True):
+        full, data = count * size, self.data[:samples, : self.weights[0].shape[1]]
+        for room, a, z, t in zip(rooms, *(torch.split(rows, size) for rows in (data, logits, target)), strict=True):
             self._step(room, a, z, t)
         losses = F.cross_entropy(logits, y, reduction="none")
-        total = losses[:whole].sum() / size
-        return total + losses[whole:].mean() if rest else total
+        total = losses[:full].sum() / size
+        return total + losses[full:].mean() if rest else total
 
     def _room(self, rows: int) -> _Room:
         if rows not in self.rooms:
@@ -158,7 +159,7 @@ class _Loop:
                 self._update(i, room.risen[i], room.before[i - 1] if i else a, room.rows)
 
     def _update(self, i: int, slope: Tensor, a: Tensor, rows: int) -> None:
-        """SGD's step by the gradient slope·a / rows; without momentum it is the product itself."""
+        """Take `SGD.update`'s step by the gradient slope·a / rows, fused with the product that computes it."""
         sgd, weight = self.sgd, self.weights[i]
         if not sgd.momentum:
             weight.addmm_(slope, a, beta=1 - sgd.lr * sgd.weight_decay, alpha=-sgd.lr / rows)
@@ -188,20 +189,24 @@ class _Room:
 
 
 def _aligned(like: Tensor, rows: int, columns: int) -> Tensor:
-    """A matrix of zeros whose rows start at aligned places."""
+    """Return a matrix of zeros whose rows start at aligned places."""
     return like.new_zeros(rows, -(-columns // ALIGN) * ALIGN)[:, :columns]
 
 
 def _follow(net: Net) -> tuple[Layer, ...]:
-    """The chain of layers that the model is, or nothing where it is anything else."""
+    """Return the chain of layers that the model is; an empty one if it is anything else."""
     module = net.module
-    parts = [
-        part for part in module.modules() if type(part).__module__.startswith("torch.") and not list(part.children())
+    leaves = [
+        layer
+        for layer in module.modules()
+        if type(layer).__module__.startswith("torch.") and not list(layer.children())
     ]
-    hooked = any(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks for part in module.modules())
-    linear = [name for name, part in module.named_modules() if type(part) is nn.Linear]
+    hooked = any(
+        layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks for layer in module.modules()
+    )
+    linear = [name for name, layer in module.named_modules() if type(layer) is nn.Linear]
     known = {f"{name}.{leaf}" for name in linear for leaf in ("weight", "bias")}
-    if hooked or not linear or not set(net.names) <= known or any(type(part) not in _PLAIN for part in parts):
+    if hooked or not linear or not set(net.names) <= known or any(type(layer) not in _PLAIN for layer in leaves):
         return ()
     try:
         graph = fx.symbolic_trace(module).graph
@@ -211,36 +216,36 @@ def _follow(net: Net) -> tuple[Layer, ...]:
     last: fx.Node | None = None
     for node in graph.nodes:
         target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        part = module.get_submodule(target) if node.op == "call_module" else None
+        layer = module.get_submodule(target) if node.op == "call_module" else None
         if node.op == "output":
-            return tuple(layers) if node.args == (last,) and _whole(layers, net) else ()
+            return tuple(layers) if node.args == (last,) and _covers(layers, net) else ()
         if target == "size" and not layers:
             continue
         if node.op != "placeholder" and (not node.args or node.args[0] is not last):
             return ()
-        if isinstance(part, nn.Linear):
-            bias = None if part.bias is None else f"{target}.bias"
+        if isinstance(layer, nn.Linear):
+            bias = None if layer.bias is None else f"{target}.bias"
             layers.append(Layer(f"{target}.weight", bias, False))
-        elif isinstance(part, nn.ReLU) or (part is None and target in ("relu", "relu_") and layers):
+        elif isinstance(layer, nn.ReLU) or (layer is None and target in ("relu", "relu_") and layers):
             if not layers or layers[-1].relu:
                 return ()
             layers[-1] = Layer(layers[-1].weight, layers[-1].bias, True)
-        elif not (node.op == "placeholder" and last is None) and not isinstance(part, nn.Identity):
-            shapes = isinstance(part, nn.Flatten) or (part is None and target in _SHAPING)
+        elif not (node.op == "placeholder" and last is None) and not isinstance(layer, nn.Identity):
+            shapes = isinstance(layer, nn.Flatten) or (layer is None and target in _SHAPING)
             if layers or not shapes:
                 return ()
         last = node
     return ()
 
 
-def _whole(layers: list[Layer], net: Net) -> bool:
-    """Whether every entry of the state is in exactly one layer, and the last layer gives the output as it is."""
+def _covers(layers: list[Layer], net: Net) -> bool:
+    """Return whether every entry of the state is in exactly one layer, and the last layer's output is the model's."""
     used = [name for layer in layers for name in (layer.weight, layer.bias) if name is not None]
     return bool(layers) and sorted(used) == sorted(net.names) and not layers[-1].relu
 
 
 def _agrees(bench: Bench, layers: tuple[Layer, ...]) -> bool:
-    """Whether three ragged steps in float64 give what autograd gives, for each form of the update."""
+    """Return whether three ragged steps in float64 give what autograd gives, for each form of the update."""
     net = Net(bench.net.module, bench.net.device, torch.float64)
     x, y = bench.data.train.x[:5].double(), bench.data.train.y[:5]
     if x[0].numel() != net.initial()[layers[0].weight].shape[1]:

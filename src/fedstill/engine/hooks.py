@@ -46,27 +46,27 @@ def explained(method: Method, task: Task, stacked: bool) -> Iterator[None]:
     except (InputError, TrainingError, MemoryError, torch.cuda.OutOfMemoryError):
         raise
     except Exception as error:
-        clear = _explanation(method, task, error, stacked)
-        if clear is None:
+        explanation = _explanation(method, task, error, stacked)
+        if explanation is None:
             raise
-        raise clear from error
+        raise explanation from error
 
 
 def _explanation(method: Method, task: Task, error: Exception, stacked: bool) -> Exception | None:
     """Return the error to raise instead; None where no hook took part."""
     frames = list(_frames(error.__traceback__))
-    found = _blamed(method, task, frames)
+    blamed = _blamed(method, task, frames)
     refused = (
         stacked and any(code is Net._forward.__code__ for code, _ in frames) and "batching rule" in str(error).lower()
     )
     if refused:
         return InputError("engine", "stacked", f"'one' for this model: {first_line(error)}")
-    if found is None:
+    if blamed is None:
         return None
-    hook, place = found
+    hook, place = blamed
     name = f"{type(error).__name__}: " if isinstance(error, LookupError | AttributeError | TypeError) else ""
-    what = f"{type(method).__name__}.{hook}{place} failed: {name}{first_line(error)}"
-    return TrainingError(f"{what}. {_remedy(error, hook)}".replace("\n", " "))
+    failure = f"{type(method).__name__}.{hook}{place} failed: {name}{first_line(error)}"
+    return TrainingError(f"{failure}. {_remedy(error, hook)}".replace("\n", " "))
 
 
 def _remedy(error: Exception, hook: str) -> str:
@@ -93,11 +93,11 @@ def _blamed(method: Method, task: Task, frames: list[Frame]) -> tuple[str, str] 
     codes = {code: f"{name}()" for name in HOOKS for code in _codes(getattr(type(method), name, None))}
     with contextlib.suppress(Exception):  # what fails may be `phases` itself
         for number, phase in enumerate(method.phases(task), start=1):
-            for part in ("loss", "enter", "after_epoch"):
-                function = getattr(phase, part)
-                name = getattr(function, "__name__", part)
+            for field in ("loss", "enter", "after_epoch"):
+                function = getattr(phase, field)
+                name = getattr(function, "__name__", field)
                 for code in _codes(function):
-                    codes.setdefault(code, f"{name}() ({part} of phase {number})" if name != part else f"{part}()")
+                    codes.setdefault(code, f"{name}() ({field} of phase {number})" if name != field else f"{field}()")
     own = [i for i, (code, _) in enumerate(frames) if code in codes]
     if own:
         file = frames[own[0]][0].co_filename
@@ -145,6 +145,6 @@ def check_unchanged(method: Method, hook: str, before: Versions) -> None:
     for name, value, version in before:
         if value._version != version:
             where, *rest = name.split(tree.SEPARATOR)
-            entry = where + "".join(f"[{part!r}]" for part in rest)
+            entry = where + "".join(f"[{key!r}]" for key in rest)
             what = f"{type(method).__name__}.{hook}() changed its argument {entry} in place"
             raise TrainingError(f"{what}. A hook must return new tensors (x = x + y, not x += y)")

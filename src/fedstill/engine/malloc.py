@@ -1,4 +1,4 @@
-"""The process's heap, told not to hand memory back."""
+"""A setting of the process's heap: keep freed memory instead of returning it to the kernel."""
 
 from __future__ import annotations
 

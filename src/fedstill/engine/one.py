@@ -50,20 +50,20 @@ def _train(bench: Bench, round: int, work: Work, perceptron: Perceptron | None) 
     steps = sum(count for _, count in phases)
     x, y = task.here().x, task.here().y
     memory = tree.fit_rows(work.memory, method.per_sample, len(y))
-    local, given = work.local if work.part == "idle" else {}, versions(down=work.down, memory=memory)
+    local, arguments = work.local if work.part == "idle" else {}, versions(down=work.down, memory=memory)
     if not local:
         with torch.no_grad():
             local = method.begin(task, work.down, memory)
         check_begun(method, [phase.model for phase, _ in phases if method.step is None], local)
-        check_unchanged(method, "begin", given)
+        check_unchanged(method, "begin", arguments)
     total = torch.zeros((), dtype=x.dtype, device=x.device)
     for phase, count in phases:
         before = versions(local=local)
         local = run_phase(bench, task, round, work.client, local, phase, count, total, perceptron)
         check_unchanged(method, "loss" if method.step is None else "step", before)
-    given += versions(local=local)
+    arguments += versions(local=local)
     up, memory = _finish(method, task, work.down, memory, local)
-    check_unchanged(method, "finish", given)
+    check_unchanged(method, "finish", arguments)
     up, memory, local = results_of(work.part, up, memory, local, method.phases(task)[-1].model if work.watch else "")
     return Done(work.client, up, memory, float(total) / max(1, steps), steps, len(y), local=local)
 

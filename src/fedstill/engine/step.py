@@ -176,14 +176,14 @@ class StackStep:
                 loss = own.phases(task)[self.number].loss
             return Step(own, task, loss or own.loss)
 
-        def whole(site: Tree, local: Tree, b: Tree) -> tuple[Tree, Tensor]:
+        def own_step(site: Tree, local: Tree, b: Tree) -> tuple[Tree, Tensor]:
             return step(site).own(local, Batch(**b))
 
         def gradient(weights: Params, buffers: Params, fixed: Params, local: Tree, site: Tree, b: Tree) -> Any:
             return step(site).gradient(by_func, weights, buffers, fixed, local, Batch(**b))
 
         if method.step is not None:
-            new, loss = over_clients(whole, site, rows["local"], batch)
+            new, loss = over_clients(own_step, site, rows["local"], batch)
             _assign(rows["local"], new, live)
         else:
             weights, buffers = rows["weights"], rows["buffers"]

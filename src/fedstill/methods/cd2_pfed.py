@@ -43,6 +43,7 @@ class CD2PFed(FedAvg):
     id: ClassVar[str] = "cd2-pfed"
     paper: ClassVar[str] = "Shen et al., CVPR 2022"
     scores: ClassVar[tuple[str, ...]] = ("personal", "generic")
+    upload_varies: ClassVar[bool] = True  # the shared channels become fewer
 
     p: float = setting(0.5, "share of the channels that is private in the end", least=0, most=1)
     lam: float = setting(1.0, "λ, weight of the cyclic distillation", least=0)

@@ -20,13 +20,13 @@ from torch import Tensor, fx, nn
 from ..core.errors import InputError, Shown, first_line
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-PLAIN = (  # they keep channels apart, and have no parameters
+PLAIN = (  # they do not mix channels, and have no parameters
     nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Hardtanh, nn.Hardswish,
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d,
     nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.Flatten,
 )  # fmt: skip
 ADDS: set[Any] = {operator.add, operator.iadd, torch.add, "add", "add_"}
-KEEPS: set[Any] = {  # functions and methods of one tensor that keep channels apart
+SEPARATE: set[Any] = {  # functions and methods of one tensor that do not mix channels
     F.relu, F.relu6, F.leaky_relu, F.elu, F.gelu, F.silu, torch.relu, torch.tanh, torch.sigmoid, torch.flatten,
     F.dropout, F.dropout1d, F.dropout2d, F.max_pool1d, F.max_pool2d, F.avg_pool1d, F.avg_pool2d, torch.mean,
     F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d, torch.max_pool2d, F.pad,
@@ -52,47 +52,47 @@ class Channels:
     classifier: str = ""
 
     def private(self, channels: int, p: float) -> int:
-        """How many of `channels` are private: ⌊p·C⌋ (guarded against the rounding of p·C)."""
+        """Return how many of `channels` are private: ⌊p·C⌋ (guarded against the rounding of p·C)."""
         return min(channels, math.floor(p * channels + 1e-9))
 
     def both(self, p: float) -> bool:
-        """Whether every layer has private and shared channels."""
+        """Return whether every layer has private and shared channels."""
         return all(0 < self.private(c, p) < c for c in self.out.values())
 
     def divided(self, name: str) -> tuple[int, Mark] | None:
-        """The dimension along which an entry of the state is divided, and its channels; None: it goes with the whole."""
+        """Return the dimension along which an entry of the state is divided, and its channels; None if it is not divided."""
         owner, _, leaf = name.rpartition(".")
         if owner == self.classifier:
             return (1, self.fed[owner]) if leaf == "weight" else None
         return None if leaf == "num_batches_tracked" else (0, Mark(self.out[owner]))
 
     def shared(self, name: str, value: Tensor, p: float) -> Tensor:
-        """The shared part of an entry (a view); what goes with the whole is shared while p < 1."""
-        found = self.divided(name)
-        if found is None:
+        """Return the shared slice of an entry, as a view; an entry that is not divided is shared while p < 1."""
+        division = self.divided(name)
+        if division is None:
             return value if p < 1 else value.new_empty(0)
-        dim, mark = found
+        dim, mark = division
         return value.narrow(dim, 0, (mark.channels - self.private(mark.channels, p)) * mark.block)
 
     def is_private(self, name: str, value: Tensor, p: Tensor) -> Tensor:
-        """Where an entry is private for a p that is a (float64) tensor: True or False for every element, broadcast."""
-        found = self.divided(name)
-        if found is None:
+        """Return where an entry is private for a p that is a (float64) tensor: True or False for every element, broadcast."""
+        division = self.divided(name)
+        if division is None:
             return p >= 1
-        dim, mark = found
+        dim, mark = division
         place = torch.arange(mark.channels, device=value.device).repeat_interleave(mark.block)
         first = mark.channels - torch.floor(p * mark.channels + 1e-9)
         return (place >= first).reshape([-1 if d == dim else 1 for d in range(value.ndim)])
 
     def gates(self, p: Tensor, private: bool, like: Tensor) -> dict[str, Tensor]:
-        """For every layer's input: 1 where its channels are private (or shared) for a (float64) p, 0 elsewhere."""
-        found = {}
+        """Return for every layer's input 1 where its channels are private (or shared) for a (float64) p, 0 elsewhere."""
+        gates = {}
         for name, mark in self.fed.items():
             place = torch.arange(mark.channels, device=like.device).repeat_interleave(mark.block)
-            mine = place >= mark.channels - torch.floor(p * mark.channels + 1e-9)
-            gate = (mine if private else ~mine).to(like.dtype)
-            found[name] = gate.reshape(1, -1, *[1] * self.spatial[name])
-        return found
+            own = place >= mark.channels - torch.floor(p * mark.channels + 1e-9)
+            gate = (own if private else ~own).to(like.dtype)
+            gates[name] = gate.reshape(1, -1, *[1] * self.spatial[name])
+        return gates
 
 
 def follow(module: nn.Module, x: Tensor) -> Channels:
@@ -110,7 +110,7 @@ def follow(module: nn.Module, x: Tensor) -> Channels:
             walk.run(x)
     except InputError as error:  # fx adds its own account of where it was; ours is one line
         raise InputError(error.field, Shown(str(error.value)), error.right) from None
-    return walk.found
+    return walk.channels
 
 
 class _Tracer(fx.Tracer):
@@ -125,7 +125,7 @@ class _Follow(fx.Interpreter):
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph.eval())
-        self.found = Channels()
+        self.channels = Channels()
         self.marks: dict[fx.Node, Mark | None] = {}
         self.made_by: dict[fx.Node, str] = {}
 
@@ -145,20 +145,20 @@ class _Follow(fx.Interpreter):
     def _module(self, n: fx.Node, source: fx.Node, part: nn.Module, result: Tensor) -> Mark | None:
         name, mark = str(n.target), self.marks[source]
         if isinstance(part, (nn.Linear, *CONVOLUTIONS)):
-            given = self.env[source]
-            if isinstance(part, nn.Linear) and given.ndim != 2:
+            inputs = self.env[source]
+            if isinstance(part, nn.Linear) and inputs.ndim != 2:
                 raise _refuse(name, part, "a Linear layer on a flat input")
             if mark is not None:
-                if name in self.found.fed and self.found.fed[name] != mark:
+                if name in self.channels.fed and self.channels.fed[name] != mark:
                     raise _refuse(name, part, "a layer that is used with one set of channels")
-                self.found.fed[name], self.found.spatial[name] = mark, given.ndim - 2
+                self.channels.fed[name], self.channels.spatial[name] = mark, inputs.ndim - 2
             self.made_by[n] = name
-            self.found.out[name] = part.out_features if isinstance(part, nn.Linear) else part.out_channels
-            return Mark(self.found.out[name])
+            self.channels.out[name] = part.out_features if isinstance(part, nn.Linear) else part.out_channels
+            return Mark(self.channels.out[name])
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
             if mark is None or mark.block != 1 or mark.channels != part.num_features:
                 raise _refuse(name, part, "a BatchNorm right after the layer whose channels it normalises")
-            self.found.out[name] = part.num_features
+            self.channels.out[name] = part.num_features
             return mark
         if (factor := getattr(part, "channel_factor", None)) is not None:  # the last share of channels stays the last
             return Mark(mark.channels * int(factor)) if mark is not None else None
@@ -177,14 +177,14 @@ class _Follow(fx.Interpreter):
                     "a sum of tensors with the same channels, so that like adds to like",
                 )
             return a
-        if n.target in KEEPS and len(sources) == 1:
+        if n.target in SEPARATE and len(sources) == 1:
             return self._reshaped(n, self.marks[sources[0]], result, n.name)
         raise InputError(
             "model", Shown(f"{n.name} ({what})"), "a step that keeps channels apart: CD² cannot follow this one"
         )
 
     def _reshaped(self, n: fx.Node, mark: Mark | None, result: Tensor, name: str) -> Mark | None:
-        """The mark after pooling or flattening: the same channels, with as many features each as there are now."""
+        """Return the mark after pooling or flattening: the same channels, with as many features each as there are now."""
         if mark is None or result.shape[1] == mark.channels * mark.block:
             return mark
         if result.ndim == 2 and result.shape[1] % mark.channels == 0:
@@ -196,10 +196,10 @@ class _Follow(fx.Interpreter):
         name = self.made_by.get(last, "")
         if not name or not isinstance(self.fetch_attr(name), nn.Linear):
             raise InputError("model", Shown(str(last.target)), "a model that ends in a Linear classifier")
-        if name not in self.found.fed:
+        if name not in self.channels.fed:
             raise InputError("model", Shown(name), "a model with at least one layer before its classifier")
-        del self.found.out[name]
-        self.found.classifier = name
+        del self.channels.out[name]
+        self.channels.classifier = name
 
 
 def _refuse(name: str, part: nn.Module, right: str) -> InputError:

@@ -1,4 +1,4 @@
-"""A model as it is written, and as it runs: max-pooling before ReLU, where the model has them the other way round.
+"""Rewrite a model to run max-pooling before ReLU, where it is written the other way round.
 
     max(relu(x₁), relu(x₂), …) = relu(max(x₁, x₂, …))
 
@@ -20,7 +20,7 @@ Forward: TypeAlias = Callable[[nn.Module, Tensor], Tensor]
 POOLS: set[Any] = {F.max_pool2d, torch.max_pool2d}
 RELUS: set[Any] = {F.relu, torch.relu, "relu"}
 IN_PLACE: set[Any] = {torch.relu_, "relu_"}
-FRESH = (nn.Conv2d, nn.BatchNorm2d)  # what they return is nobody else's memory
+FRESH = (nn.Conv2d, nn.BatchNorm2d)  # they return new memory
 
 
 def pool_first(module: nn.Module) -> Forward | None:
@@ -29,7 +29,7 @@ def pool_first(module: nn.Module) -> Forward | None:
     It is called with the module (or with a copy that holds other weights) and its input, and calls the module's own layers. None
     also where the graph cannot be followed, or where a hook would no longer be called.
     """
-    if any(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks for part in module.modules()):
+    if any(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks for layer in module.modules()):
         return None
     root = copy.deepcopy(module)  # following a model runs its code, which may leave traces on it
     try:
@@ -43,47 +43,47 @@ def pool_first(module: nn.Module) -> Forward | None:
 
 
 class _Tracer(fx.Tracer):
-    """Sees a buffer as one, not as a constant."""
+    """Traces buffers as buffers, not as constants."""
 
     proxy_buffer_attributes = True
 
 
 def _exchange(pool: fx.Node, root: nn.Module) -> bool:
-    """Put ReLU after this node, if it is a max-pool of nothing but a ReLU; whether that was so."""
+    """Put ReLU after this node if it is a max-pool of a ReLU's output alone; return whether it was."""
     relu = pool.args[0] if pool.args else None
     if not _is_pool(pool, root) or not isinstance(relu, fx.Node) or pool.all_input_nodes != [relu]:
         return False
-    given = relu.args[0] if relu.args else None
-    if not _is_relu(relu, root) or not isinstance(given, fx.Node) or len(relu.users) != 1:
+    source = relu.args[0] if relu.args else None
+    if not _is_relu(relu, root) or not isinstance(source, fx.Node) or len(relu.users) != 1:
         return False
-    if _in_place(relu, root) and not (len(given.users) == 1 and isinstance(_part(given, root), FRESH)):
+    if _in_place(relu, root) and not (len(source.users) == 1 and isinstance(_module(source, root), FRESH)):
         return False
     pool.replace_all_uses_with(relu)
-    pool.replace_input_with(relu, given)
+    pool.replace_input_with(relu, source)
     relu.prepend(pool)
-    relu.replace_input_with(given, pool)
+    relu.replace_input_with(source, pool)
     return True
 
 
-def _part(node: fx.Node, root: nn.Module) -> nn.Module | None:
+def _module(node: fx.Node, root: nn.Module) -> nn.Module | None:
     return root.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
 def _is_pool(node: fx.Node, root: nn.Module) -> bool:
-    part = _part(node, root)
-    if isinstance(part, nn.MaxPool2d):
-        return not part.return_indices
+    module = _module(node, root)
+    if isinstance(module, nn.MaxPool2d):
+        return not module.return_indices
     return node.op == "call_function" and node.target in POOLS
 
 
 def _is_relu(node: fx.Node, root: nn.Module) -> bool:
     function = node.op in ("call_function", "call_method") and node.target in RELUS | IN_PLACE
-    return function or isinstance(_part(node, root), nn.ReLU)
+    return function or isinstance(_module(node, root), nn.ReLU)
 
 
 def _in_place(relu: fx.Node, root: nn.Module) -> bool:
-    """Whether this ReLU overwrites what it is given."""
-    part = _part(relu, root)
-    if isinstance(part, nn.ReLU):
-        return part.inplace
+    """Return whether this ReLU overwrites its input."""
+    module = _module(relu, root)
+    if isinstance(module, nn.ReLU):
+        return module.inplace
     return relu.target in IN_PLACE or bool(relu.kwargs.get("inplace")) or len(relu.args) > 1

@@ -1,6 +1,6 @@
-"""What is shared and what stays: a model's state divided by layer or by module type.
+"""A model's state divided by layer or by module type, into what is shared and what stays at a client.
 
-Buffers go with the module that owns them, so a head's or a BatchNorm's running statistics are never left on the wrong side.
+Buffers belong to the module that owns them, so a head's or a BatchNorm's running statistics are never on the wrong side.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def by_head(module: nn.Module, head: str | Sequence[str] | None) -> Split | None
 
 
 def by_type(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> frozenset[str]:
-    """Names of everything owned by modules of these types (for example all BatchNorm layers)."""
+    """Return the names of everything owned by modules of these types (for example all BatchNorm layers)."""
     owners = [name for name, part in module.named_modules(remove_duplicate=False) if isinstance(part, kinds)]
     return frozenset(entry for entry in module.state_dict(keep_vars=True) if entry.rpartition(".")[0] in set(owners))
 

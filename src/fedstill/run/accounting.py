@@ -19,7 +19,8 @@ from ..core import tree
 from ..core.tree import Tree
 from ..engine import flops
 from ..engine.bench import Bench
-from ..engine.flops import Flops, Work
+from ..engine.flops import Flops
+from ..engine.flops import RoundFlops as Work
 from ..engine.trainer import Trainer
 from ..scores.score import Finished
 from ..server.records import SPLIT, nbytes

@@ -26,6 +26,7 @@ from ..edge.monitor import Monitor, Policy
 from ..engine.bench import Bench
 from ..engine.trainer import Trainer
 from ..server.coordinator import Aggregator, Callback, Coordinator, Record, Rounds, RunState
+from ..server.gate import Gate
 from ..server.optimizer import Rule
 from ..server.sampler import BY_PLAN, SAMPLERS, count
 from ..timing.asynchronous import Asynchronous, Asynchrony
@@ -154,6 +155,7 @@ def _coordinator(
         eval_every=training.eval_every,
         splits=("test",) if sim.data.val is None else ("test", "val"),
         sampler=SAMPLERS[training.sampler],
+        gate=Gate(sim.method.upload_varies),
         aggregator=Aggregator(training.minimum, rule),
         common=None if sim.data.common is None else functools.partial(sim.common_accuracy, trainer),
         away=frozenset(sim.newcomers),

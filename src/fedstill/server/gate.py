@@ -20,6 +20,7 @@ from ..core.task import Site, Task
 from ..core.tree import Tree
 from ..transport.messages import Reply
 
+REPORTED = ("loss", "steps")  # numbers that every reply to an order to train must have
 Spec: TypeAlias = dict[str, tuple[torch.Size, torch.dtype]]  # of an upload's entries, by their full names
 
 
@@ -43,8 +44,13 @@ def spec_of(upload: Tree) -> Spec:
 
 @dataclass
 class Gate:
-    """Refuses uploads that a method must not see. `expected` is what was right last in `round`: mostly all upload the same."""
+    """Refuses uploads that a method must not see. `expected` is what was right last, in `round`.
 
+    `varies` says that uploads have another form from round to round (`Method.upload_varies`); else an upload that is as the last
+    right one is right.
+    """
+
+    varies: bool = False
     expected: Spec | None = field(default=None, init=False)
     round: int = field(default=0, init=False)
 
@@ -62,8 +68,11 @@ class Gate:
         return [reply for reply in checked if reply.client not in reasons], reasons
 
     def _mismatch(self, reply: Reply, example: Callable[[Reply], Tree]) -> str:
+        missing = [name for name in REPORTED if name not in reply.report]
+        if missing:
+            return f"its report has no {missing[0]}"
         spec = spec_of(reply.up)
-        if reply.round == self.round and spec == self.expected:
+        if spec == self.expected and (not self.varies or reply.round == self.round):
             return ""
         right = spec_of(example(reply))
         if spec == right:
@@ -92,7 +101,7 @@ def _plain(dtype: torch.dtype) -> str:
 def check_converging(task: Task, replies: Sequence[Reply]) -> None:
     """Stop the run where a client reports that its own training has diverged."""
     for reply in replies:
-        loss = reply.report["loss"]
+        loss = reply.report.get("loss", 0.0)
         if not math.isfinite(loss) or not reply.report.get("finite", 1.0):
             reason = f"the training loss is {loss}" if not math.isfinite(loss) else "weights are no longer finite"
             raise TrainingError(
