@@ -117,7 +117,7 @@ def run(
     if trainer is None:
         return fs.simulate(method, model=module, data=data or ragged(), **settings)
     ready = simulation.prepare(method, module, data or ragged(), None, Training(**settings))
-    return retuned(ready, **trainer).run()
+    return finish(retuned(ready, **trainer))
 
 
 EAGER = Tuning(pool.Limits(call=0, start=0), winograd.Limits(0, 0, 0, 0))  # faster ways take the smallest problems, too

@@ -14,7 +14,21 @@ from fedstill.nn.kernels import winograd
 from fedstill.run import simulation
 from fedstill.run.experiment import Training
 
-from ..problems import EAGER, MODELS, SETTINGS, distance, identical, make, on_quadratics, point, ragged, run, states
+from ..problems import (
+    EAGER,
+    MODELS,
+    SETTINGS,
+    WIRED,
+    distance,
+    finish,
+    identical,
+    make,
+    on_quadratics,
+    point,
+    ragged,
+    run,
+    states,
+)
 from .privacy import leaks
 from .table import OPTIMUM, ROWS, Neutral, Row, mean_of_pulls
 
@@ -113,7 +127,7 @@ def test_1_fast_paths_on_and_off(row: Row, model: type[nn.Module], monkeypatch) 
 @every_row
 def test_2_the_wire_changes_nothing(row: Row) -> None:
     prepared = simulation.prepare(row.method, make("normed"), ragged(), None, Training(**SETTINGS, engine="one"))
-    assert identical(states(prepared.run()), states(prepared.run(through_wire=True)))
+    assert identical(states(finish(prepared)), states(finish(prepared, WIRED)))
 
 
 NEUTRAL = [(row, law) for row in ROWS for law in row.neutral]

@@ -148,7 +148,7 @@ def test_memories_that_are_lost_stop_their_runs_only(command, monkeypatch, capsy
 
     def losing(self, clients, memory, *more):
         calls.extend([1] if memory else [])
-        if memory and len(calls) > 4:
+        if memory and len(calls) > 1:
             raise fs.TrainingError("client 0: its memory was lost")
         return scatter(self, clients, memory, *more)
 

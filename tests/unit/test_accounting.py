@@ -207,7 +207,7 @@ def payload(message) -> int:
         (fs.FedRep(), MODEL - HEAD, MODEL - HEAD),
         (fs.LGFedAvg(), HEAD, HEAD),
         (fs.SCAFFOLD(), 2 * MODEL, 2 * MODEL),
-        (fs.FedFomo(m=2), 2 * MODEL + 2 * WHOLE, MODEL + 2 * NUMBER),  # whose models they are; the weights
+        (fs.FedFomo(m=2), 2 * MODEL + 2 * INT32, MODEL + 2 * NUMBER),  # whose models they are; the weights
         (fs.FedGKD(), 2 * MODEL, MODEL),  # from round 3 on
     ],
     ids=str,

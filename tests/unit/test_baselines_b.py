@@ -21,7 +21,7 @@ from fedstill.core.task import Task
 from fedstill.run import simulation
 from fedstill.run.experiment import Training
 
-from ..problems import SETTINGS, make, on_quadratics, point, ragged, run
+from ..problems import SETTINGS, finish, make, on_quadratics, point, ragged, run
 
 
 def at_home(method: fs.Method, model: str = "plain", client: int = 0, round: int = 1, last: int = 0, **changes) -> Task:
@@ -179,7 +179,7 @@ def test_l2gds_coin_is_common_to_all_clients() -> None:
     lengths = [method.iterations(dataclasses.replace(bench.task, round=t))[0] for t in range(1, 7)]
     assert len(set(lengths)) > 1
     per_epoch = sum(bench.plan.steps(n, 1) for n in bench.data.train.sizes)
-    assert [record["steps"] for record in prepared.run().history] == [j * per_epoch for j in lengths]
+    assert [record["steps"] for record in finish(prepared).history] == [j * per_epoch for j in lengths]
 
 
 def test_l2gds_mean_is_over_all_clients() -> None:
@@ -443,7 +443,7 @@ def test_fedgens_generator_learns_and_no_data_reaches_the_server(spied) -> None:
     with pytest.raises(RuntimeError, match="server"):
         task.here()
     start = method.init_server(task, prepared.initial)["generator"]
-    result = prepared.run()
+    result = finish(prepared)
     ups = [reply.up for reply, _ in spied if reply.kind == "train" and reply.round == 4]
     heads = tree.stack([task.head(up["params"]) for up in ups])
     counts = torch.stack([up["labels"] for up in ups])

@@ -15,7 +15,7 @@ from fedstill.nn.net import Net
 from fedstill.run import simulation
 from fedstill.run.experiment import Training
 
-from ..problems import SETTINGS, make, ragged
+from ..problems import SETTINGS, finish, make, ragged
 
 
 def test_a_flattened_image_has_its_pixels_by_channel() -> None:
@@ -67,7 +67,7 @@ def test_silenced_channels_equal_a_network_without_them() -> None:
 def test_private_channels_never_travel(engine: str, spied) -> None:
     method = fs.CD2PFed(p=0.5)
     how = Training(**{**SETTINGS, "rounds": 4}, engine=engine)
-    simulation.prepare(method, make("normed"), ragged(), None, how).run()
+    finish(simulation.prepare(method, make("normed"), ragged(), None, how))
     for t in range(1, 5):
         k = {c: c * t // 8 for c in (6, 5)}  # ⌊0.5·t/4·C⌋
         for reply in (r for r, _ in spied if r.kind == "train" and r.round == t):
@@ -193,7 +193,7 @@ def test_batchnorms_statistics_go_where_the_method_says(name: str, spied) -> Non
     prepared = simulation.prepare(
         fs.METHODS[name](), make("normed"), ragged(), None, Training(**SETTINGS, engine="one")
     )
-    run = prepared.run()
+    run = finish(prepared)
     names = {n.split(tree.SEPARATOR)[-1] for r, _ in spied if r.kind == "train" for n, _ in tree.leaves(r.up)}
     up = {n.removesuffix(".running_mean") for n in names if n.endswith(".running_mean")}
     assert up == BATCHNORM_GOES_UP[name]

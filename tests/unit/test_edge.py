@@ -38,7 +38,7 @@ class Hand:
     def order(self, kind: str, round: int, client: int, settled: int = 0, taken: bool = True, **options) -> Order:
         task = dataclasses.replace(self.coordinator.task, round=round)
         order = self.coordinator.order(kind, task, client, **options)
-        return dataclasses.replace(order, settled=settled, taken=taken)
+        return dataclasses.replace(order, decided=settled, taken=settled if taken else 0)
 
     def train(self, round: int, client: int, settled: int = 0, taken: bool = True) -> Reply:
         (reply,) = self.edge.handle([self.order("train", round, client, settled, taken)])

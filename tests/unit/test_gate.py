@@ -245,19 +245,23 @@ def test_what_was_right_a_round_ago_is_not_right_where_the_form_changes() -> Non
     assert "instead of" in found.history[1]["rejected"]["0"]
 
 
-def test_an_example_is_made_once_a_round() -> None:
+REPORT = {"loss": 1.0, "steps": 1.0}
+
+
+@pytest.mark.parametrize(("varies", "rounds"), [(False, [1]), (True, [1, 2])])
+def test_an_example_is_made_once_or_once_a_round(varies: bool, rounds: list[int]) -> None:
     made: list[int] = []
-    gate, right = Gate(), {"params": {"w": torch.ones(2)}}
+    gate, right = Gate(varies), {"params": {"w": torch.ones(2)}}
 
     def example(reply: Reply) -> Tree:
         made.append(reply.round)
         return right
 
     for t in (1, 2):
-        replies = [Reply("train", t, k, {"params": {"w": torch.full((2,), float(k))}}) for k in range(4)]
+        replies = [Reply("train", t, k, {"params": {"w": torch.full((2,), float(k))}}, REPORT) for k in range(4)]
         assert gate.inspect(replies, example) == (replies, {})
-    assert made == [1, 2]
-    odd = Reply("train", 2, 7, {"params": {"w": torch.ones(3)}})
+    assert made == rounds
+    odd = Reply("train", 2, 7, {"params": {"w": torch.ones(3)}}, REPORT)
     assert gate.inspect([odd, *replies], example) == (replies, {7: "params|w has shape (3,) instead of (2,)"})
 
 

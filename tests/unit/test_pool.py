@@ -27,8 +27,9 @@ from fedstill.engine.pool import Pool
 from fedstill.engine.trainer import Tuning
 from fedstill.run import simulation
 from fedstill.run.experiment import Training
+from fedstill.run.session import Start, start
 
-from ..problems import EAGER, SETTINGS, cut, identical, make, ragged, retuned, states
+from ..problems import EAGER, SETTINGS, cut, finish, identical, make, ragged, retuned, states
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked, on Linux alone")
 
@@ -80,7 +81,7 @@ METHODS = [
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: f"{m.id} {m.teacher if m.id == 'pfedsd' else ''}")
 @pytest.mark.parametrize("model", ["normed", "convolved"])
 def test_the_same_bits_for_any_number_of_workers(method: fs.Method, model: str) -> None:
-    alone, two, three = (prepared(method, model, workers=n, dtype="float32").run() for n in (1, 2, 3))
+    alone, two, three = (finish(prepared(method, model, workers=n, dtype="float32")) for n in (1, 2, 3))
     assert identical(states(alone), states(two))
     assert identical(states(alone), states(three))
     for other in (two, three):
@@ -97,7 +98,7 @@ def test_threads_of_the_parent_do_not_matter() -> None:
             data = ragged(((40, 4), (40, 4), (40, 4)), shape=(1, 28, 28))
             model = fs.models.build("cnn-fmnist", (1, 28, 28), 3)
             how = dict(rounds=1, epochs=1, batch_size=20, dtype="float32", workers=workers)
-            results.append(states(prepared(fs.FedAvg(), model, data, **how).run()))
+            results.append(states(finish(prepared(fs.FedAvg(), model, data, **how))))
     finally:
         torch.set_num_threads(before)
     assert identical(results[0], results[1])
@@ -131,7 +132,7 @@ def test_workers_last_from_round_to_round_and_messages_are_small() -> None:
     engine = ready.trainer.engine
     assert isinstance(engine, Pool)
     seen, carried = [], []
-    for _ in ready.start().rounds():
+    for _ in start([Start(ready)]).rounds():
         seen.append(tuple(engine.pids))
         carried.append(engine.bytes)
     assert len(seen[0]) == 2
@@ -150,7 +151,7 @@ def test_messages_do_not_grow_with_the_model() -> None:
     for width in (8, 800):
         model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Tanh(), torch.nn.Linear(width, 3))
         ready = prepared(fs.SCAFFOLD(), model, head="2", rounds=2)
-        for _ in ready.start().rounds():
+        for _ in start([Start(ready)]).rounds():
             pass
         sizes.append(ready.trainer.engine.bytes)
         ready.trainer.close()
@@ -169,16 +170,16 @@ def test_what_all_clients_are_sent_is_written_once(monkeypatch) -> None:
         return place
 
     monkeypatch.setattr(Arena, "put", counted)
-    prepared(fs.FedAvg(), rounds=1, participation=1.0, eval_every=1).run()
+    finish(prepared(fs.FedAvg(), rounds=1, participation=1.0, eval_every=1))
     state = sum(v.numel() for v in make("normed").state_dict().values())
     assert sum(written) == 2 * state  # down once, and the generic model that all are scored with once
 
 
 def test_results_share_no_memory_with_the_workers() -> None:
     ready = prepared(fs.PFedSD(), participation=1.0, rounds=1)
-    result = ready.run()
+    result = finish(ready)
     before = states(result)
-    ready.run()
+    finish(ready)
     assert identical(before, states(result))
 
 
@@ -191,9 +192,9 @@ def test_a_killed_worker_ends_the_run_with_one_line() -> None:
             os.kill(engine.pids[0], signal.SIGKILL)
 
     with pytest.raises(TrainingError, match=r"^a worker process at work on client \d was ended by signal 9; if memory"):
-        ready.run(progress=kill)
+        finish(ready, progress=kill)
     assert not children()
-    assert identical(states(ready.run()), states(prepared(fs.FedAvg(), participation=1.0, rounds=5).run()))
+    assert identical(states(finish(ready)), states(finish(prepared(fs.FedAvg(), participation=1.0, rounds=5))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +227,7 @@ def test_an_exception_in_a_worker_reaches_the_caller(error: Exception) -> None:
     expected = InputError if isinstance(error, InputError) else TrainingError
     ready = prepared(Failing(), participation=1.0)
     with pytest.raises(expected) as caught:
-        ready.run()
+        finish(ready)
     assert str(error) in str(caught.value)
     assert type(caught.value) is expected
     assert "in a worker process" in caught.value.__notes__[0]
@@ -241,7 +242,7 @@ def test_an_interrupt_leaves_no_process() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        ready.run(progress=stop)
+        finish(ready, progress=stop)
     assert not children()
 
 
@@ -262,10 +263,11 @@ def test_results_that_nobody_waits_for_do_no_harm() -> None:
 
 def test_a_collected_trainer_takes_its_workers_with_it() -> None:
     ready = prepared(fs.FedAvg(), participation=1.0)
-    course = ready.start()
-    next(course.rounds())
+    session = start([Start(ready)])
+    rounds = session.rounds()
+    next(rounds)
     assert children()
-    del ready, course
+    del ready, session, rounds
     gc.collect()
     assert not children()
 
@@ -279,7 +281,8 @@ def test_a_killed_parent_leaves_no_worker() -> None:
             print(*open(f"/proc/self/task/{os.getpid()}/children").read().split(), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         how = Training(**{**SETTINGS, "engine": "one", "workers": 2})
-        retuned(simulation.prepare(fs.FedAvg(), make("plain"), ragged(), None, how), tuning=EAGER).run(progress=stop)
+        ready = simulation.prepare(fs.FedAvg(), make("plain"), ragged(), None, how)
+        finish(retuned(ready, tuning=EAGER), progress=stop)
     """
     code = textwrap.dedent(script).replace("TESTS", str(Path(__file__).parents[2]))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
@@ -318,7 +321,7 @@ def test_resuming_with_another_number_of_workers(first: int, tmp_path: Path, mon
 def test_small_work_stays_here() -> None:
     ready = prepared(fs.FedAvg(), participation=1.0, tuning=Tuning(pool.Limits(call=5, start=0)))
     pids = []
-    ready.run(progress=lambda record: pids.extend(ready.trainer.engine.pids))
+    finish(ready, progress=lambda record: pids.extend(ready.trainer.engine.pids))
     assert not pids
 
 
@@ -326,9 +329,9 @@ def test_where_no_process_can_be_forked_all_is_done_here(monkeypatch) -> None:
     def refuse() -> int:
         raise BlockingIOError("no more processes")
 
-    expected = states(prepared(fs.FedAvg()).run())
+    expected = states(finish(prepared(fs.FedAvg())))
     monkeypatch.setattr(os, "fork", refuse)
-    assert identical(expected, states(prepared(fs.FedAvg()).run()))
+    assert identical(expected, states(finish(prepared(fs.FedAvg()))))
 
 
 def test_how_many_workers() -> None:

@@ -20,7 +20,7 @@ import fedstill as fs
 from fedstill.core import tree
 from fedstill.core.batch import Batch
 from fedstill.core.method import Phase
-from fedstill.core.plan import Plan
+from fedstill.core.plan import JointPlan
 from fedstill.core.task import Task
 from fedstill.core.tree import Params, Tree
 from fedstill.engine import program, stacked
@@ -32,7 +32,7 @@ from fedstill.run import simulation
 from fedstill.run.experiment import Training
 from fedstill.run.journal import Journal
 
-from ..problems import SETTINGS, distance, identical, make, ragged, run, states
+from ..problems import SETTINGS, distance, finish, identical, make, ragged, run, states
 
 WIDE = ((25, 5), (1, 3), (2, 2), (9, 4), (13, 1), (3, 2), (17, 3))  # 14, 2, 2, 6, 8, 2 and 10 steps in two epochs
 
@@ -76,7 +76,7 @@ def run_by(how: dict, method: fs.Method, model: str | nn.Module = "plain", data=
     ready = simulation.prepare(method, module, data or ragged(), None, settings)
     for name, function in how.items():
         setattr(ready.trainer.engine.programs, name, function)
-    return ready.run()
+    return finish(ready)
 
 
 def arenas(run: fs.Run) -> list[Stage | None]:
@@ -107,13 +107,13 @@ def test_a_program_equals_the_plain_way_without_momentum_and_with_nesterov() -> 
 
 @pytest.mark.parametrize("share", [1.0, 0.6])
 def test_batches_are_drawn_once_and_ahead_where_everybody_takes_part(share: float, traced, monkeypatch) -> None:
-    asked, tables = [], Plan.tables
+    asked, tables = [], JointPlan.tables
 
     def look(self, round, *given):
         asked.append(round)
         return tables(self, round, *given)
 
-    monkeypatch.setattr(Plan, "tables", look)
+    monkeypatch.setattr(JointPlan, "tables", look)
     how = {"participation": share, "rounds": 3}
     when = []  # how many rounds were over when each was drawn
     ended = Stacked.train
@@ -399,14 +399,14 @@ def test_what_was_found_is_kept_and_used_again(cramped, traced, monkeypatch, tmp
         how = Training(**{**SETTINGS, "engine": "stacked", "participation": 1.0})
         return simulation.prepare(fs.FedAvg(), make("convolved"), ragged(), None, how)
 
-    whole = prepared().run()
+    whole = finish(prepared())
     journal = Journal(tmp_path / "run")
     journal.begin("", {}, torch.device("cpu"))
     first = prepared()
     with pytest.raises(KeyboardInterrupt):
-        first.run(journal=journal, checkpoint_every=1, progress=stop_after(1))
+        finish(first, journal=journal, checkpoint_every=1, progress=stop_after(1))
     file = tmp_path / "run" / "choices.json"
-    assert json.loads(file.read_text()) == {"cohort": 2}
+    assert json.loads(file.read_text()) == {"cohort": 2, "threads": 1}
     assert {what.split()[0] for what in first.trainer.choices.asked} == {"forward", "weight_grad"}
     kept = {key: "product" for key in first.trainer.choices.asked}
     file.write_text(json.dumps({"convolutions": kept, "cohort": 2}))
@@ -416,11 +416,11 @@ def test_what_was_found_is_kept_and_used_again(cramped, traced, monkeypatch, tmp
     monkeypatch.setattr(convolution, "product", lambda what, *given: used.append(what) or product(what, *given))
     monkeypatch.setattr(convolution, "grouped", None)  # not to be called
     second = prepared()
-    done = second.run(journal=journal, go_on=True)
+    done = finish(second, journal=journal, resume=True)
     assert cramped == [2, 2, 1] * 2  # nothing was tried that does not fit
     assert set(used) == {"forward", "weight_grad"}
     assert second.trainer.choices.algorithms == kept
-    assert json.loads(file.read_text()) == {"convolutions": kept, "cohort": 2}
+    assert json.loads(file.read_text()) == {"convolutions": kept, "cohort": 2, "threads": 1}
     assert [record["round"] for record in done.history] == [1, 2, 3]
     assert distance(states(whole), states(done)) < 1e-12
 

@@ -36,7 +36,8 @@ def made(method: fs.Method, hits: list[int], seed: int = 0, **training) -> Run:
             **summary(Scores([0, 1, 2], [10, 10, 80], models)),
         },
     ]
-    return Run(method, fs.Training(rounds=3, seed=seed, **training), "one", history, 0.0, None, {}, None)  # type: ignore[arg-type]
+    settings = fs.Training(rounds=3, seed=seed, **training)
+    return Run(None, None, None, method, settings, "one", history, 0.0, None)  # type: ignore[arg-type]
 
 
 def test_one_run() -> None:
