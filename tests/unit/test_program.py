@@ -406,7 +406,7 @@ def test_what_was_found_is_kept_and_used_again(cramped, traced, monkeypatch, tmp
     with pytest.raises(KeyboardInterrupt):
         first.run(journal=journal, checkpoint_every=1, progress=stop_after(1))
     file = tmp_path / "run" / "choices.json"
-    assert json.loads(file.read_text()) == {"cohort": 2}
+    assert json.loads(file.read_text()) == {"cohort": 2, "threads": 1}
     assert {what.split()[0] for what in first.trainer.choices.asked} == {"forward", "weight_grad"}
     kept = {key: "product" for key in first.trainer.choices.asked}
     file.write_text(json.dumps({"convolutions": kept, "cohort": 2}))
@@ -420,7 +420,7 @@ def test_what_was_found_is_kept_and_used_again(cramped, traced, monkeypatch, tmp
     assert cramped == [2, 2, 1] * 2  # nothing was tried that does not fit
     assert set(used) == {"forward", "weight_grad"}
     assert second.trainer.choices.algorithms == kept
-    assert json.loads(file.read_text()) == {"convolutions": kept, "cohort": 2}
+    assert json.loads(file.read_text()) == {"convolutions": kept, "cohort": 2, "threads": 1}
     assert [record["round"] for record in done.history] == [1, 2, 3]
     assert distance(states(whole), states(done)) < 1e-12
 
