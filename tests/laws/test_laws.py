@@ -70,7 +70,7 @@ def test_1_a_traced_program_equals_one(row: Row, model: str, traced, capsys) -> 
 
 
 class Chain(nn.Module):
-    """What has a training loop of its own (`edge/fused.py`) under plain cross-entropy."""
+    """What has a training loop of its own (`engine/fused.py`) under plain cross-entropy."""
 
     head_modules = "fc2"
 
@@ -83,7 +83,7 @@ class Chain(nn.Module):
 
 
 class Pooled(nn.Module):
-    """ReLU before max-pooling (`rewrite.py`) after 5×5 convolutions (`winograd.py`)."""
+    """ReLU before max-pooling (`pool_first.py`) after 5×5 convolutions (`winograd.py`)."""
 
     head_modules = "fc"
 

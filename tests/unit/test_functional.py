@@ -1,5 +1,7 @@
 """The model as a function: BatchNorm with padding, keyed dropout, tied and frozen weights, and what is refused."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedstill as fs
+from fedstill.nn.mode import Execution
 from fedstill.nn.net import Net
 
 from ..problems import make, ragged
@@ -273,3 +276,20 @@ def test_inside_no_grad_and_with_numpy_numbers() -> None:
             device=torch.device("cpu"),
         )  # fmt: skip
     assert not torch.equal(result.generic()["fc1.weight"], make("plain").fc1.weight)
+
+
+def test_a_view_is_executed_in_its_own_way() -> None:
+    """`under` shares the skeleton and leaves the net that it was asked of as it is."""
+    torch.manual_seed(0)
+    net = Net(nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 3)), torch.device("cpu"), torch.float32)
+    x, params = torch.randn(2, 2, 4, 4), net.initial()
+    plain = net(params, x, train=False)
+    low = net.under(Execution(bf16=True, channels_last=True))
+    assert low.module is net.module
+    assert not torch.equal(low(params, x, train=False), plain)
+    assert torch.equal(net(params, x, train=False), plain)
+    assert low.fast_layout(params["0.weight"]).is_contiguous(memory_format=torch.channels_last)
+    assert net.fast_layout(params["0.weight"]) is params["0.weight"]
+    assert (net.execution, low.under(net.execution).execution) == (Execution(), Execution())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        low.execution.bf16 = False

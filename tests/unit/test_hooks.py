@@ -138,6 +138,19 @@ def test_a_whole_step(engine: str) -> None:
     assert "KeyError: 'v'" in text
 
 
+class Ours(Exception):
+    """An error that a method raises on purpose."""
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_error_of_a_methods_own_kind_stays_as_it_is(engine: str) -> None:
+    def refuse(self, task, down, memory, local):
+        raise Ours("not here")
+
+    with pytest.raises(Ours, match="not here"):
+        run(method("Refusing", finish=refuse), "plain", engine=engine, rounds=1, workers=1)
+
+
 def test_what_is_no_hook_s_fault_stays_as_it_is(monkeypatch) -> None:
     from fedstill.engine import one
 

@@ -19,7 +19,7 @@ import torch
 
 import fedstill as fs
 from fedstill.core.errors import InputError, TrainingError
-from fedstill.engine import pool, trainer
+from fedstill.engine import pool
 from fedstill.engine.arena import Arena
 from fedstill.engine.bench import Work
 from fedstill.engine.one import One
@@ -27,9 +27,10 @@ from fedstill.engine.pool import Pool
 from fedstill.engine.trainer import Tuning
 from fedstill.run import simulation
 from fedstill.run.experiment import Training
+from fedstill.run.journal import Journal
 from fedstill.run.session import Start, start
 
-from ..problems import EAGER, SETTINGS, cut, finish, identical, make, ragged, retuned, states
+from ..problems import EAGER, SETTINGS, finish, identical, make, ragged, retuned, states
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked, on Linux alone")
 
@@ -302,20 +303,20 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("first", [1, 2])
-def test_resuming_with_another_number_of_workers(first: int, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(
-        trainer.Trainer.__init__, "__kwdefaults__", {**trainer.Trainer.__init__.__kwdefaults__, "tuning": EAGER}
-    )
-    experiment = fs.Experiment(
-        method=fs.PFedSD(), rounds=4, epochs=1, clients=5, partition="iid", checkpoint_every=2, engine="one", model="mlp",
-        device="cpu", workers=first, participation=0.6,
-    )  # fmt: skip
-    whole = fs.run(experiment)
-    cut(experiment, tmp_path / "cut", after=3)
-    toml = tmp_path / "cut" / "experiment.toml"
-    assert f"workers = {first}" in toml.read_text()
-    toml.write_text(toml.read_text().replace(f"workers = {first}", f"workers = {3 - first}"))
-    assert identical(states(whole), states(fs.resume(tmp_path / "cut")))
+def test_resuming_with_another_number_of_workers(first: int, tmp_path: Path) -> None:
+    def ready(workers: int) -> simulation.Simulation:
+        return prepared(fs.PFedSD(), workers=workers, rounds=4)
+
+    def stop(record) -> None:
+        if record["round"] == 3:
+            raise KeyboardInterrupt
+
+    journal = Journal(tmp_path / "run")
+    journal.begin("", {}, torch.device("cpu"))
+    with pytest.raises(KeyboardInterrupt):
+        finish(ready(first), journal=journal, checkpoint_every=2, progress=stop)
+    resumed = finish(ready(3 - first), journal=journal, resume=True)
+    assert identical(states(finish(ready(first))), states(resumed))
 
 
 def test_small_work_stays_here() -> None:

@@ -27,7 +27,6 @@ from fedstill.engine import program, stacked
 from fedstill.engine.bench import Work
 from fedstill.engine.stacked import Stacked
 from fedstill.engine.stage import Stage, TooMany
-from fedstill.nn.kernels import convolution
 from fedstill.run import simulation
 from fedstill.run.experiment import Training
 from fedstill.run.journal import Journal
@@ -361,25 +360,28 @@ def test_which_way_a_run_goes() -> None:
 
 
 # ---- what fits into memory ----------------------------------------------------------------------------------------------
-@pytest.fixture
-def cramped(monkeypatch) -> list[int]:
-    """Memory for two clients at a time; gives how many were trained at once."""
-    sizes, train = [], Stacked.train
+class Cramped(Stacked):
+    """An engine with memory for two clients at a time; `sizes` are how many were trained at once."""
 
-    def limited(self, bench, round, works, store=None):
+    def train(self, bench, round, works, store=None):
         if len(works) > 2:
             raise TooMany(2)
-        sizes.append(len(works))
-        yield from train(self, bench, round, works, store)
-
-    monkeypatch.setattr(Stacked, "train", limited)
-    return sizes
+        self.sizes = [*getattr(self, "sizes", []), len(works)]
+        yield from super().train(bench, round, works, store)
 
 
-def test_too_many_clients_are_trained_in_smaller_groups(cramped) -> None:
+def cramped(method: fs.Method, model: str, **changes) -> simulation.Simulation:
+    how = Training(**{**SETTINGS, "engine": "stacked", "participation": 1.0, **changes})
+    ready = simulation.prepare(method, make(model), ragged(), None, how)
+    ready.trainer.engine = Cramped(ready.trainer.engine.way, choices=ready.trainer.choices)
+    return ready
+
+
+def test_too_many_clients_are_trained_in_smaller_groups() -> None:
     method, how = fs.PFedSD(teacher="predictions"), {"participation": 1.0}
-    found = run(method, "normed", engine="stacked", **how)
-    assert cramped == [2, 2, 1] * 3
+    ready = cramped(method, "normed")
+    found = finish(ready)
+    assert ready.trainer.engine.sizes == [2, 2, 1] * 3
     assert found.trainer.choices.cohort == 2
     assert distance(states(run(method, "normed", **how)), states(found)) < 1e-10
 
@@ -392,12 +394,11 @@ def stop_after(round: int):
     return progress
 
 
-def test_what_was_found_is_kept_and_used_again(cramped, traced, monkeypatch, tmp_path) -> None:
+def test_what_was_found_is_kept_and_used_again(tmp_path) -> None:
     """choices.json: how many clients fit, and which convolution was fastest, are not looked for again."""
 
     def prepared() -> simulation.Simulation:
-        how = Training(**{**SETTINGS, "engine": "stacked", "participation": 1.0})
-        return simulation.prepare(fs.FedAvg(), make("convolved"), ragged(), None, how)
+        return cramped(fs.FedAvg(), "convolved", compile="traced")
 
     whole = finish(prepared())
     journal = Journal(tmp_path / "run")
@@ -411,14 +412,17 @@ def test_what_was_found_is_kept_and_used_again(cramped, traced, monkeypatch, tmp
     kept = {key: "product" for key in first.trainer.choices.asked}
     file.write_text(json.dumps({"convolutions": kept, "cohort": 2}))
 
-    cramped.clear()
-    used, product = [], convolution.product
-    monkeypatch.setattr(convolution, "product", lambda what, *given: used.append(what) or product(what, *given))
-    monkeypatch.setattr(convolution, "grouped", None)  # not to be called
-    second = prepared()
+    second, used = prepared(), []
+    algorithm = second.trainer.choices.algorithm
+
+    def noted(*asked):
+        used.append((asked[0], algorithm(*asked)))
+        return used[-1][1]
+
+    second.trainer.choices.algorithm = noted
     done = finish(second, journal=journal, resume=True)
-    assert cramped == [2, 2, 1] * 2  # nothing was tried that does not fit
-    assert set(used) == {"forward", "weight_grad"}
+    assert second.trainer.engine.sizes == [2, 2, 1] * 2  # nothing was tried that does not fit
+    assert set(used) == {("forward", "product"), ("weight_grad", "product")}
     assert second.trainer.choices.algorithms == kept
     assert json.loads(file.read_text()) == {"convolutions": kept, "cohort": 2, "threads": 1}
     assert [record["round"] for record in done.history] == [1, 2, 3]

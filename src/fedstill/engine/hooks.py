@@ -53,7 +53,9 @@ def explained(method: Method, task: Task, stacked: bool) -> Iterator[None]:
 
 
 def _explanation(method: Method, task: Task, error: Exception, stacked: bool) -> Exception | None:
-    """Return the error to raise instead; None where no hook took part."""
+    """Return the error to raise instead; None where no hook took part, or where one raised an error of its own kind."""
+    if type(error).__module__.partition(".")[0] not in ("builtins", "torch"):
+        return None
     frames = list(_frames(error.__traceback__))
     blamed = _blamed(method, task, frames)
     refused = (
