@@ -36,7 +36,11 @@ def threads(count: int) -> Iterator[None]:
 
 
 def is_small(bench: Bench, clients: int) -> bool:
-    """Return whether a step of so many clients is so small that a second thread costs more than it saves."""
+    """Return whether a step of so many clients is so small that a second thread gains little.
+
+    Measured on two quiet cores, stacked perceptrons: two threads are 1.1, 1.2, 1.3 and 1.5 times as fast as one where parameters
+    × batch size × clients are 3, 6, 15 and 44 millions. Beside other load they are 3 to 50 times slower.
+    """
     return not bench.net.has_convolution and bench.net.size * bench.plan.batch_size * clients < SMALL
 
 
