@@ -1,7 +1,7 @@
 """How many threads torch works with.
 
 OpenMP's threads wait for one another in a busy loop. Where other processes hold the cores, a thread that is not running makes all
-others wait for it, in every operation, and training takes 10 to 50 times as long. So small work is done on one thread, and large
+others wait for it, in every operation (see `is_small`). So small work is done on one thread, and large
 work on as many as there are free cores when the trainer is made: never more while it trains, since a stack's results depend on
 the number of threads in the last bits.
 """
@@ -36,7 +36,11 @@ def threads(count: int) -> Iterator[None]:
 
 
 def is_small(bench: Bench, clients: int) -> bool:
-    """Return whether a step of so many clients is so small that a second thread costs more than it saves."""
+    """Return whether a step of so many clients is so small that a second thread gains little.
+
+    Measured on two quiet cores, stacked perceptrons: two threads are 1.1, 1.2, 1.3 and 1.5 times as fast as one where parameters
+    × batch size × clients are 3, 6, 15 and 44 millions. Beside five other busy processes they were 2 to 60 times slower than one.
+    """
     return not bench.net.has_convolution and bench.net.size * bench.plan.batch_size * clients < SMALL
 
 
