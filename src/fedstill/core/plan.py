@@ -224,3 +224,26 @@ class JointPlan:
         seeds = [self.plans[slot // self.clients].seed for slot in slots]
         clients = [slot % self.clients for slot in slots]
         return tables(seeds, self.batch_size, round, clients, samples, epochs, width, device)
+
+
+def ragged_tables(
+    plan: Plan | JointPlan,
+    round: int,
+    clients: Sequence[int],
+    samples: Sequence[int],
+    steps: Sequence[int],
+    width: int,
+    device: torch.device,
+) -> Tables:
+    """Return the batches of clients that take any number of steps each, the first most; as many epochs as each needs."""
+    shape = (steps[0], len(clients))
+    index, key = np.full((*shape, width), -1, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    for row, (client, n, count) in enumerate(zip(clients, samples, steps, strict=True)):
+        size, per_epoch = min(plan.batch_size, n), plan.steps(n, 1)
+        orders = np.full((-(-count // per_epoch), per_epoch * size), -1, dtype=np.int64)
+        for epoch, order in enumerate(orders):
+            order[:n] = plan.order(round, client, n, epoch)
+        index[:count, row, :size] = orders.reshape(-1, size)[:count]
+        key[:count, row] = plan.step_keys(round, client, count)
+    places = put(index, device)
+    return Tables(places.clamp(min=0), places >= 0, put(key, device))

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias, get_args
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..core.method import Method, Phase
 from ..core.optim import SGD
-from ..core.plan import Tables
+from ..core.plan import JointPlan, Plan
 from ..core.task import Site, Task
 from ..core.tree import Tree
 from ..data.samples import Part
@@ -76,28 +75,6 @@ def results_of(part: PartName, up: Tree, memory: Tree, local: Tree, trained: str
     return {} if part == "idle" else up, {} if part == "generic" else memory, local
 
 
-class BatchPlan(Protocol):
-    """Which samples are in which batch (see `core.plan.Plan`)."""
-
-    @property
-    def batch_size(self) -> int:
-        """Samples in a step."""
-
-    def steps(self, samples: int, epochs: int) -> int:
-        """Return the number of SGD steps for so many samples and epochs."""
-
-    def order(self, round: int, client: int, samples: int, epoch: int) -> NDArray[np.int64]:
-        """Return the order of a client's samples in an epoch."""
-
-    def step_keys(self, round: int, client: int, steps: int) -> NDArray[np.int64]:
-        """Return the keys of a phase's steps."""
-
-    def tables(
-        self, round: int, clients: Sequence[int], samples: Sequence[int], epochs: int, width: int, device: torch.device
-    ) -> Tables:
-        """Return all batches of a phase for several clients."""
-
-
 class ClientData(Protocol):
     """The clients' data, as an engine needs it."""
 
@@ -154,7 +131,7 @@ class Bench:
 
     method: Method
     task: Task
-    plan: BatchPlan
+    plan: Plan | JointPlan
     data: ClientData
     varied: Mapping[str, Sequence[float]] = field(default_factory=dict)  # fields that differ between clients
 
@@ -228,3 +205,22 @@ class Bench:
         index = torch.arange(len(y), device=x.device)
         when = torch.tensor(float(last), dtype=torch.float64, device=y.device)
         return self.at(round, Site(x, y, index, x.new_tensor(len(y)), x.new_tensor(steps), when))
+
+
+class TooMany(Exception):
+    """So many clients do not fit into the device's memory."""
+
+    def __init__(self, fits: int) -> None:
+        super().__init__(f"only {fits} clients fit into memory at once")
+        self.fits = fits
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let torch work with so many threads inside the context."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

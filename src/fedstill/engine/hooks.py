@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any, TypeVar
 
-import torch
-
-from ..core import tree
 from ..core.errors import InputError, TrainingError, first_line
 from ..core.method import Method
 from ..core.task import Task
-from ..core.tree import Tree
 from ..nn.net import Net
 
 HOOKS = ("begin", "phases", "fit", "loss", "step", "correct", "finish")
@@ -38,21 +34,7 @@ def calls(hook: str) -> Callable[[F], F]:
     return mark
 
 
-@contextlib.contextmanager
-def explained(method: Method, task: Task, stacked: bool) -> Iterator[None]:
-    """Turn what fails inside because of a hook, or of a model that cannot be stacked, into an error of one line."""
-    try:
-        yield
-    except (InputError, TrainingError, MemoryError, torch.cuda.OutOfMemoryError):
-        raise
-    except Exception as error:
-        explanation = _explanation(method, task, error, stacked)
-        if explanation is None:
-            raise
-        raise explanation from error
-
-
-def _explanation(method: Method, task: Task, error: Exception, stacked: bool) -> Exception | None:
+def explanation(method: Method, task: Task, error: Exception, stacked: bool) -> Exception | None:
     """Return the error to raise instead; None where no hook took part, or where one raised an error of its own kind."""
     if type(error).__module__.partition(".")[0] not in ("builtins", "torch"):
         return None
@@ -122,31 +104,3 @@ def _codes(function: Any) -> list[CodeType]:
 def _frames(trace: TracebackType | None) -> Iterator[Frame]:
     for frame, line in traceback.walk_tb(trace):
         yield frame.f_code, line
-
-
-# ---- what fails without an error ------------------------------------------------------------------------------------------
-Versions = list[tuple[str, torch.Tensor, int]]
-
-
-def versions(**trees: Tree) -> Versions:
-    """Return how often each tensor of some trees has been changed in place."""
-    return [(f"{name}|{leaf}", value, value._version) for name, t in trees.items() for leaf, value in tree.leaves(t)]
-
-
-def check_begun(method: Method, models: Iterable[str], local: Tree) -> None:
-    """Refuse a `begin` that has not returned every model that a phase trains."""
-    for model in models:
-        if not isinstance(local, dict) or not isinstance(local.get(model), dict):
-            names = ", ".join(local) if isinstance(local, dict) else type(local).__name__
-            what = f"{type(method).__name__}.begin() returned no {model!r} for the phase that trains it, but {names}"
-            raise TrainingError(f"{what}. It should return a tree with every model that a phase trains")
-
-
-def check_unchanged(method: Method, hook: str, before: Versions) -> None:
-    """Refuse a hook that has changed one of its arguments in place."""
-    for name, value, version in before:
-        if value._version != version:
-            where, *rest = name.split(tree.SEPARATOR)
-            entry = where + "".join(f"[{key!r}]" for key in rest)
-            what = f"{type(method).__name__}.{hook}() changed its argument {entry} in place"
-            raise TrainingError(f"{what}. A hook must return new tensors (x = x + y, not x += y)")

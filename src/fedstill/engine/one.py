@@ -14,9 +14,9 @@ from ..core.task import Task
 from ..core.tree import Params, Tree, put
 from .bench import Bench, Done, Work, results_of
 from .fused import Perceptron
-from .hooks import calls, check_begun, check_unchanged, explained, versions
+from .hooks import calls
 from .malloc import keep_freed_memory
-from .step import Step, by_autograd
+from .step import Step, by_autograd, check_begun, check_unchanged, explained, versions
 
 
 class One:

@@ -21,10 +21,9 @@ import torch
 
 from ..core.errors import TrainingError
 from ..core.tree import Params, Tree
-from .bench import Bench, Done, PartName, Work
+from .bench import Bench, Done, PartName, Work, threads
 from .crew import Crew, Job, training_job
 from .one import One
-from .threads import threads
 
 FEW = 8  # cores for each client of a round from which on all of them work on one client at a time
 

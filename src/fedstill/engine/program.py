@@ -8,7 +8,7 @@ client, or whose client has finished, take part with their updates switched off 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -114,12 +114,3 @@ def zeros_for(like: Tensor, rows: int) -> Tensor:
         o, c, h, w = shape
         return like.new_zeros((rows, o, h, w, c)).permute(0, 1, 4, 2, 3)
     return like.new_zeros((rows, *shape))
-
-
-def each_step(lengths: Sequence[int]) -> Iterator[int]:
-    """Yield for each step how many of the clients (longest first) still train."""
-    active = len(lengths)
-    for s in range(lengths[0] if lengths else 0):
-        while lengths[active - 1] <= s:
-            active -= 1
-        yield active

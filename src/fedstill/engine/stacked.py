@@ -10,29 +10,50 @@ plain way, step by step from Python, is what a CPU does, and the oracle for the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.func import grad_and_value, vmap
+from torch.func import vmap
 
 from ..core import tree
-from ..core.errors import InputError, Shown, first_line
-from ..core.tree import Params, put
-from ..nn.kernels.autotune import Choices
-from ..nn.net import Net
-from .bench import Bench, CompileName, Done, Store, Work
-from .cohort import Cohort
-from .hooks import explained
+from ..core.errors import InputError, Shown
+from ..core.method import Phase
+from ..core.plan import ragged_tables
+from ..core.tree import Params, Tree, put
+from .bench import Bench, Done, Store, TooMany, Work, results_of
+from .hooks import calls
 from .malloc import keep_freed_memory
-from .stage import CannotReplay, Programs, TooMany
-from .step import over_clients
+from .stackable import Way
+from .step import (
+    ClientView,
+    StackStep,
+    Watched,
+    check_begun,
+    check_unchanged,
+    each_step,
+    explained,
+    over_clients,
+    shared_loss,
+    versions,
+)  # fmt: skip
 
 ROWS = 32_768  # samples in one pass of scoring, over all clients
-WORTH_COMPILING = 2_000  # steps of a run from which on compiling the step pays
-Way: TypeAlias = Literal["plain", "traced", "compiled"]
+
+
+class Programs(Protocol):
+    """What runs a cohort's phases as programs (see `stage.Programs`)."""
+
+    stages: dict[Any, Any]
+
+    def run(self, cohort: Cohort, number: int, phase: Phase, epochs: int, local: Tree) -> Tree | None:
+        """Train a phase; None where it has to go step by step."""
+
+    def close(self) -> None:
+        """Free what programs consist of."""
 
 
 @dataclass(eq=False)
@@ -41,13 +62,8 @@ class Stacked:
 
     way: Way = "plain"
     exact: bool = False  # float32 products in full precision, no TF32
-    choices: Choices = field(default_factory=Choices)
+    programs: Programs | None = None  # how phases run as programs; None: step by step
     drawn: dict[Any, dict[str, Tensor]] = field(default_factory=dict)  # batches of this round and the next
-    programs: Programs | None = None
-
-    def __post_init__(self) -> None:
-        if self.programs is None and self.way != "plain":
-            self.programs = Programs(self.way, self.exact, self.choices)
 
     def train(self, bench: Bench, round: int, works: Sequence[Work], store: Store | None = None) -> Iterator[Done]:
         """Train every client; results in the order of `works`. With a store, memories come from there and new ones go back."""
@@ -81,15 +97,9 @@ class Stacked:
             for number, phase, epochs in cohort.phases:
                 if phase.enter is not None and bench.method.step is None:
                     local = cohort.enter(number, local)
-                programs = self.programs if cohort.part != "idle" else None
-                stage = programs.stage(cohort, number, phase, epochs, local) if programs is not None else None
-                if stage is not None and programs is not None:
-                    try:
-                        local = stage.run(programs, cohort, phase, epochs, local)
-                        continue
-                    except CannotReplay as why:
-                        programs.discard(stage, number, str(why))
-                local = cohort.run(number, phase, epochs, local)
+                staged = self.programs is not None and cohort.part != "idle"
+                trained = self.programs.run(cohort, number, phase, epochs, local) if staged and self.programs else None
+                local = cohort.run(number, phase, epochs, local) if trained is None else trained
             cohort.finish(local)
         return cohort.done()
 
@@ -131,55 +141,258 @@ def _precision(exact: bool) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def way_of(bench: Bench, compile: CompileName, fast: bool) -> Way:
-    """Return how steps run: on a CPU one by one from Python, on a GPU traced; compiled where it was asked for or will pay."""
-    if not fast or (bench.net.device.type != "cuda" and compile not in ("on", "traced")):
-        return "plain"
-    sizes = bench.data.train.sizes
-    longest = sum(bench.plan.steps(max(sizes), epochs) for _, epochs in bench.phases(1))
-    return (
-        "compiled"
-        if compile == "on" or (longest * bench.task.rounds >= WORTH_COMPILING and compile == "auto")
-        else "traced"
-    )
+def rows_of(active: int) -> Callable[[Tensor], Tensor]:
+    """Return what takes the first rows of a tensor."""
+    return lambda t: t[:active]
 
 
-def refusal(bench: Bench) -> str | None:
-    """Return why this model cannot be stacked, or None.
+class Cohort:
+    """One cohort's round: its stacked trees, and how many steps each client takes. Clients come in order of their steps."""
 
-    Tried in float64 without effect: two clients with two samples each and one row of padding, against the two samples alone. A
-    model whose samples see one another (other than through BatchNorm), or that `vmap` does not take, with a gradient or without,
-    is refused.
-    """
-    run_net, data = bench.net, bench.data.train
-    if run_net.cumulative:
-        return "a BatchNorm with momentum=None keeps a cumulative average, which cannot be stacked"
-    net = Net(run_net.module, run_net.device, torch.float64)
-    x = data.x[:3].double()
-    x = torch.cat([x, x, x])[:3] if len(x) < 3 else x
-    x = x + torch.linspace(0, 0.1, 3, dtype=x.dtype, device=x.device).reshape(-1, *[1] * (x.ndim - 1))
-    mask, key = x.new_tensor([1.0, 1.0, 0.0]), torch.tensor(7, device=x.device)
-    names = set(net.parameters)
+    def __init__(
+        self,
+        bench: Bench,
+        round: int,
+        works: Sequence[Work],
+        store: Store | None = None,
+        *,
+        planned: bool = False,
+        drawn: dict[Any, dict[str, Tensor]] | None = None,
+    ) -> None:
+        """`planned` is for programs, whose shapes must not differ from round to round; `drawn` keeps batches between rounds."""
+        self.bench, self.round, self.works, self.store, self.planned = bench, round, works, store, planned
+        self.drawn = {} if drawn is None else drawn
+        self.clients, self.part = [work.client for work in works], works[0].part
+        self.watched = Watched.of(dataclasses.replace(bench.task, round=round))
+        self.view = ClientView(bench, dataclasses.replace(bench.task, round=round))
+        self.phases = bench.part(self.part, round, self.watched)
+        train, full_round = bench.data.train, bench.phases(round, self.watched)
+        self.by_round = self.watched.asked[0]  # whether the phases depend on the round
+        self.sizes = [train.sizes[k] for k in self.clients]
+        self.steps = [sum(bench.length(work, epochs) for _, _, epochs in self.phases) for work in works]
+        self.x, self.y, self.dtype, self.device = train.x, train.y, bench.net.dtype, train.y.device
+        self.down = tree.stack_shared([work.down for work in works])
+        self.rows = max(train.sizes if planned else self.sizes)
+        per_sample = bench.method.per_sample
+        if store is not None:
+            self.memory = store.gather(self.clients, per_sample, self.rows)
+        else:
+            self.memory = tree.stack([tree.fit_rows(work.memory, per_sample, self.rows) for work in works])
+        self.arguments = versions(down=self.down, memory=self.memory)  # to see whether a hook changes it
+        self.site: Tree = {  # what differs between clients; the samples themselves lie in one shared array
+            "index": train.rows(self.clients, self.rows),
+            "samples": put(self.sizes, self.device, self.dtype),
+            "steps": put([bench.steps(k, full_round) for k in self.clients], self.device, self.dtype),
+            "last": put([float(work.last) for work in works], self.device, torch.float64),
+        }
+        if bench.varied:
+            self.site["fields"] = {
+                name: put([values[k] for k in self.clients], self.device, self.dtype)
+                for name, values in bench.varied.items()
+            }
+        self.total = torch.zeros(len(works), dtype=self.dtype, device=self.device)
 
-    def objective(weights: Params, rest: Params, x: Tensor, key: Tensor, mask: Tensor | None) -> Any:
-        copies = {name: value.clone() for name, value in rest.items()}
-        out = net({**weights, **copies}, x, train=True, key=key, mask=mask)
-        return (out[:2] * torch.arange(1.0, 1 + out[:2].numel(), device=x.device).reshape(out[:2].shape)).sum(), copies
+    @calls("begin")
+    def begin(self) -> Tree:
+        """Return where the work begins: the round's beginning or, at an idle part, what the generic part left."""
+        before: list[Tree] = [work.local if self.part == "idle" else {} for work in self.works]
+        if not all(before):
+            with torch.no_grad():
+                begun: Tree = over_clients(self._begin, self.site, self.down, self.memory)
+            models = [phase.model for _, phase, _ in self.phases if self.bench.method.step is None]
+            check_begun(self.bench.method, models, begun)
+            check_unchanged(self.bench.method, "begin", self.arguments)
+            if not any(before):
+                return begun
+            before = [local or tree.unstack(begun, row) for row, local in enumerate(before)]
+        return tree.stack([tree.fit_rows(local, self.bench.method.per_sample, self.rows) for local in before])
 
-    try:
-        start = net.initial()
-        weights, rest = ({n: p for n, p in start.items() if (n in names) is side} for side in (True, False))
-        alone = grad_and_value(objective, has_aux=True)(weights, rest, x[:2], key, None)
-        stacks = (tree.stack([t, t]) for t in (weights, rest))
-        step = grad_and_value(objective, has_aux=True)
-        both = over_clients(step, *stacks, *(torch.stack([t, t]) for t in (x, key, mask)))
-        with torch.no_grad():  # as models are scored: some modules take one path with a gradient and another without
-            for params, axis in ((start, None), (tree.stack([start, start]), 0)):
-                vmap(lambda p, x: net(p, x, train=False), in_dims=(axis, 0))(params, torch.stack([x, x]))
-    except Exception as error:
-        return first_line(error)
-    (g1, (v1, b1)), (g2, (v2, b2)) = alone, both
-    pairs = [(v1, v2[0]), *((g1[n], g2[n][0]) for n in g1), *((b1[n], b2[n][0]) for n in b1)]
-    if any((a - b).abs().max() > 1e-8 * (1 + a.abs().max()) for a, b in pairs if a.numel()):
-        return "its samples see one another, so that padding a batch would change the result"
-    return None
+    def _begin(self, site: Tree, down: Tree, memory: Tree) -> Tree:
+        return self.view.method(site).begin(self.view.at(site, self.x, self.y), down, memory)
+
+    @calls("enter")
+    def enter(self, number: int, local: Tree) -> Tree:
+        """Return `local` as a phase finds it."""
+
+        def entered(site: Tree, local: Tree) -> Tree:
+            enter = self.view.phase(site, self.x, self.y, number).enter
+            assert enter is not None
+            return enter(self.view.at(site, self.x, self.y), local)
+
+        with torch.no_grad():
+            return over_clients(entered, self.site, local)  # type: ignore[no-any-return]
+
+    @calls("finish")
+    def finish(self, local: Tree) -> None:
+        """End the work: what goes up, the memory and, of a generic part, `local`."""
+        arguments = self.arguments + versions(local=local)
+        with torch.no_grad():
+            up, memory = over_clients(self._finish, self.site, self.down, self.memory, local)
+        check_unchanged(self.bench.method, "finish", arguments)
+        trained = self.bench.method.phases(self.watched)[-1].model if self.works[0].watch else ""
+        self.up, self.memory_after, self.local = results_of(self.part, up, memory, local, trained)
+
+    def _finish(self, site: Tree, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
+        return self.view.method(site).finish(self.view.at(site, self.x, self.y), down, memory, local)
+
+    def done(self) -> list[Done]:
+        """Return every client's result; the one moment at which the host waits for the device."""
+        finite = tree.finite_rows(len(self.works), self.up, self.memory_after)
+        memories: list[Tree] = [{} for _ in self.works]
+        if self.store is None:
+            memories = self.fitted(self.memory_after)
+        elif self.part != "generic":
+            self.store.scatter(self.clients, self.memory_after, self.bench.method.per_sample, self.sizes)
+        ups = tree.rows(self.up, len(self.works))
+        locals_ = [tree.clone(local) for local in self.fitted(self.local)]  # these live long: no views of the stack
+        totals, good = torch.stack([self.total.double(), finite.to(self.total.device).double()]).tolist()
+        return [
+            Done(client, up, memory, total / max(1, steps), steps, size, bool(ok), local)
+            for client, up, memory, total, steps, size, ok, local in zip(
+                self.clients, ups, memories, totals, self.steps, self.sizes, good, locals_, strict=True
+            )
+        ]
+
+    def fitted(self, stack: Tree) -> list[Tree]:
+        """Return each client's entry of a stacked tree, without the padding of entries with a row for each sample."""
+        entries, per_sample = tree.rows(stack, len(self.works)), self.bench.method.per_sample
+        return [tree.fit_rows(entry, per_sample, n) for entry, n in zip(entries, self.sizes, strict=True)]
+
+    # ---- phases ------------------------------------------------------------------------------------------------------
+    def state(self, phase: Phase, local: Tree) -> Tree:
+        """Return the rows that a step works on (see `StackStep`), as a phase finds them: views of `local`, not copies."""
+        rows: Tree = {"site": self.site, "total": self.total, "local": local}
+        lr = self.site.get("fields", {}).get("lr") if phase.lr is None else None
+        if lr is not None:
+            rows["lr"] = lr
+        if self.bench.method.step is not None:
+            return rows
+        start: Params = local[phase.model]
+        names = self.moving(phase, local)
+        rows["weights"] = {n: start[n] for n in names}
+        rows["buffers"] = {n: start[n] for n in self.bench.net.buffers if n in start}
+        rows["fixed"] = {n: v for n, v in start.items() if n not in rows["weights"] and n not in rows["buffers"]}
+        rows["momentum"] = dict(rows["weights"]) if self.bench.sgd(phase).momentum else {}
+        return rows
+
+    def moving(self, phase: Phase, local: Tree) -> tuple[str, ...]:
+        """Return the names of the parameters that move."""
+        if self.bench.method.step is not None:
+            return ()
+        return tuple(n for n in self.bench.moving(phase)[0] if n in local[phase.model])
+
+    def trained(self, phase: Phase, local: Tree, rows: Tree) -> Tree:
+        """Return `local` as the phase leaves it; buffers that do not move keep their values."""
+        if self.bench.method.step is not None:
+            return rows["local"]  # type: ignore[no-any-return]
+        moving = self.bench.moving(phase)[1]
+        new = {**rows["weights"], **{n: v for n, v in rows["buffers"].items() if n in moving}}
+        return {**local, phase.model: {name: new.get(name, value) for name, value in local[phase.model].items()}}
+
+    def run(self, number: int, phase: Phase, epochs: int, local: Tree) -> Tree:
+        """Train a phase step by step."""
+        names, rows, before_it = self.moving(phase, local), self.state(phase, local), versions(local=local)
+        step = StackStep(self.view, number, names, self.bench.sgd(phase), shared_loss(self.bench, phase))
+        rows |= {name: tree.clone(rows[name]) for name in ("weights", "buffers") if name in rows}
+        rows["momentum"] = tree.zeros(rows.get("momentum", {}))
+        if self.bench.method.step is not None:
+            rows["local"] = tree.clone(local)
+        smooths = phase.after_epoch is not None and self.bench.method.step is None
+        before = tree.clone({**rows["weights"], **rows["buffers"]}) if smooths else {}
+        per_epoch = put([self.bench.plan.steps(n, 1) for n in self.sizes], self.device)
+        now, shown = rows, len(self.works)
+        for count, (active, batch) in enumerate(self._batches(epochs), start=1):
+            head = rows_of(active)
+            if active != shown:
+                now, shown = tree.map(head, rows), active
+            step(now, batch, self.x, self.y)
+            if smooths:
+                ended = count % per_epoch[:active] == 0
+                self.end_epoch(
+                    number, ended, tree.map(head, before), {**now["weights"], **now["buffers"]}, now["fixed"]
+                )
+        check_unchanged(self.bench.method, "loss" if self.bench.method.step is None else "step", before_it)
+        return self.trained(phase, local, rows)
+
+    @calls("after_epoch")
+    def end_epoch(self, number: int, ended: Tensor, before: Params, now: Params, fixed: Params) -> None:
+        """For clients whose epoch has ended, put the phase's new values in place and remember them as the next start."""
+
+        def renew(site: Tree, before: Params, now: Params, fixed: Params, ended: Tensor) -> Params:
+            after = self.view.phase(site, self.x, self.y, number).after_epoch
+            assert after is not None
+            task = self.view.at(site, self.x, self.y)
+            new = {**now, **after(task, {**fixed, **before}, {**fixed, **now})}
+            return {name: torch.where(ended, new[name], now[name]) for name in now}
+
+        with torch.no_grad():
+            site = tree.map(rows_of(len(ended)), self.site)
+            for name, value in over_clients(renew, site, before, now, fixed, ended).items():
+                now[name].copy_(value)
+                shape = (-1, *[1] * (value.ndim - 1))
+                before[name].copy_(torch.where(ended.reshape(shape), value, before[name]))
+
+    # ---- what a program depends on -------------------------------------------------------------------------------------
+    def recurs(self, phase: Phase) -> bool:
+        """Return whether this phase is the same in other rounds: one of the method's own losses, for the usual epochs."""
+        own = phase.loss is None or getattr(phase.loss, "__self__", None) is self.bench.method
+        return not self.by_round or (own and phase.epochs is None)
+
+    def signature(self, phase: Phase, epochs: int, local: Tree) -> tuple[Any, ...]:
+        """Return what a program of this phase depends on, besides the method and the model."""
+        loss = phase.loss or self.bench.method.loss
+        names = tuple(self.bench.moving(phase)[0])
+        shapes = tuple((name, leaf.shape[1:], leaf.dtype) for name, leaf in tree.leaves(local))
+        sgd = dataclasses.replace(self.bench.sgd(phase), lr=0.0)
+        kind = getattr(loss, "__qualname__", repr(loss)), phase.model, phase.after_epoch is not None
+        return *kind, names, epochs, sgd, shapes, self.rows
+
+    # ---- batches -----------------------------------------------------------------------------------------------------
+    def lengths(self, epochs: int) -> list[int]:
+        """Return how many steps of a phase each client takes, the longest first."""
+        return [self.bench.length(work, epochs) for work in self.works]
+
+    def tables(self, epochs: int, width: int) -> dict[str, Tensor]:
+        """Return a phase's batches: `rows` are places in the shared array, `index` among the client's own samples."""
+        return self._tables(self.round, epochs, width) if self.part == "idle" else self._once(self.round, epochs, width)
+
+    def draw_ahead(self, epochs: int, width: int) -> None:
+        """Draw the next round's batches while the device works on this round's: if all clients take part, they are known."""
+        if len(self.clients) == len(self.bench.data.train.sizes) and self.round < self.bench.task.rounds:
+            self._once(self.round + 1, epochs, width)
+
+    def _once(self, round: int, epochs: int, width: int) -> dict[str, Tensor]:
+        """Return tables that several phases of a round share, kept for this round and the next."""
+        near = range(self.round, self.round + 2)
+        for old in [key for key in self.drawn if key[0] not in near]:
+            del self.drawn[old]
+        key = (round, epochs, width, *self.clients)
+        if key not in self.drawn:
+            self.drawn[key] = self._tables(round, epochs, width)
+        return self.drawn[key]
+
+    def _tables(self, round: int, epochs: int, width: int) -> dict[str, Tensor]:
+        if self.part == "idle":
+            drawn = ragged_tables(self.bench.plan, self.round, self.clients, self.sizes, self.steps, width, self.device)
+        else:
+            drawn = self.bench.plan.tables(round, self.clients, self.sizes, epochs, width, self.device)
+        starts = put([self.bench.data.train.starts[k] for k in self.clients], self.device)
+        return {
+            "rows": drawn.index + starts[:, None],
+            "index": drawn.index,
+            "mask": drawn.real.to(self.dtype),
+            "key": drawn.key,
+        }
+
+    def _batches(self, epochs: int) -> Iterator[tuple[int, Tree]]:
+        """Yield for each step how many clients still train, and their batches, padded to one width."""
+        width = min(self.bench.plan.batch_size, max(self.sizes))
+        tables = self.tables(epochs, width)
+        full = tables["mask"].all(2).cpu().numpy()
+        for s, active in enumerate(each_step(self.lengths(epochs))):
+            rows = tables["rows"][s, :active]
+            batch = {"x": self.x[rows], "y": self.y[rows]}
+            batch.update({name: tables[name][s, :active] for name in ("index", "key")})
+            if not full[s, :active].all():
+                batch["mask"] = tables["mask"][s, :active]
+            yield active, batch

@@ -19,19 +19,12 @@ from ..core.method import Phase
 from ..core.tree import Tree, put
 from ..nn.kernels.autotune import Choices
 from . import program
-from .cohort import Cohort, rows_of
+from .bench import TooMany
 from .program import Definition, Level, Program
-from .step import ClientView, StackStep, shared_loss
+from .stacked import Cohort, rows_of
+from .step import ClientView, StackStep, each_step, shared_loss
 
 SPARE = 0.85  # share of the device's free memory that a stack may take
-
-
-class TooMany(Exception):
-    """So many clients do not fit into the device's memory."""
-
-    def __init__(self, fits: int) -> None:
-        super().__init__(f"only {fits} clients fit into memory at once")
-        self.fits = fits
 
 
 class CannotReplay(Exception):
@@ -56,6 +49,17 @@ class Programs:
     stages: dict[Any, Stage | None] = field(default_factory=dict)  # None: goes step by step
     _graph_pool: Any = None
     _unfreeze: weakref.finalize[Any, Any] | None = None
+
+    def run(self, cohort: Cohort, number: int, phase: Phase, epochs: int, local: Tree) -> Tree | None:
+        """Train a phase as a program; None where it has to go step by step."""
+        stage = self.stage(cohort, number, phase, epochs, local)
+        if stage is None:
+            return None
+        try:
+            return stage.run(self, cohort, phase, epochs, local)
+        except CannotReplay as why:
+            self.discard(stage, number, str(why))
+            return None
 
     def stage(self, cohort: Cohort, number: int, phase: Phase, epochs: int, local: Tree) -> Stage | None:
         """Return the memory and programs of a phase; None where it has to go step by step."""
@@ -191,7 +195,7 @@ class Stage:
         lengths = self._load_tables(cohort, epochs)
         self._load(start, n)
         sizes = program.levels(self.size)
-        for size in sorted({program.fitting(sizes, active) for active in program.each_step(lengths)}):
+        for size in sorted({program.fitting(sizes, active) for active in each_step(lengths)}):
             if size not in self.programs:
                 try:
                     self._build(programs, size)
@@ -207,7 +211,7 @@ class Stage:
         smooths = phase.after_epoch is not None and method.step is None
         before = tree.clone({**memory["weights"], **memory["buffers"]}) if smooths else {}
         self.counter.zero_()
-        for number, active in enumerate(program.each_step(lengths), start=1):
+        for number, active in enumerate(each_step(lengths), start=1):
             self.programs[program.fitting(sizes, active)]()
             ended = [number % length == 0 for length in per_epoch[:active]] if smooths else []
             if any(ended):

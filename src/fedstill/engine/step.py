@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,12 +19,13 @@ from torch.func import grad_and_value, vmap
 
 from ..core import tree
 from ..core.batch import Batch
+from ..core.errors import InputError, TrainingError
 from ..core.method import Loss, Method, Phase
 from ..core.optim import SGD
 from ..core.task import Site, Task
 from ..core.tree import Params, Tree
 from .bench import Bench
-from .hooks import calls
+from .hooks import calls, explanation
 
 Objective: TypeAlias = Callable[[Params, Params], tuple[Tensor, Params]]  # (weights, buffers) → loss, new buffers
 Differentiate: TypeAlias = Callable[[Objective, Params, Params], tuple[Params, tuple[Tensor, Params]]]
@@ -208,3 +209,54 @@ def _assign(old: Tree, new: Tree, live: Tensor | None) -> None:
 def shared_loss(bench: Bench, phase: Phase) -> Loss | None:
     """Return the phase's loss where it is the same for all clients of a stack."""
     return None if bench.varied or bench.method.step is not None else phase.loss or bench.method.loss
+
+
+def each_step(lengths: Sequence[int]) -> Iterator[int]:
+    """Yield for each step how many of the clients (longest first) still train."""
+    active = len(lengths)
+    for s in range(lengths[0] if lengths else 0):
+        while lengths[active - 1] <= s:
+            active -= 1
+        yield active
+
+
+# ---- mistakes in hooks -----------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def explained(method: Method, task: Task, stacked: bool) -> Iterator[None]:
+    """Turn what fails inside because of a hook, or of a model that cannot be stacked, into an error of one line."""
+    try:
+        yield
+    except (InputError, TrainingError, MemoryError, torch.cuda.OutOfMemoryError):
+        raise
+    except Exception as error:
+        clear = explanation(method, task, error, stacked)
+        if clear is None:
+            raise
+        raise clear from error
+
+
+Versions: TypeAlias = list[tuple[str, Tensor, int]]
+
+
+def versions(**trees: Tree) -> Versions:
+    """Return how often each tensor of some trees has been changed in place."""
+    return [(f"{name}|{leaf}", value, value._version) for name, t in trees.items() for leaf, value in tree.leaves(t)]
+
+
+def check_begun(method: Method, models: Iterable[str], local: Tree) -> None:
+    """Refuse a `begin` that has not returned every model that a phase trains."""
+    for model in models:
+        if not isinstance(local, dict) or not isinstance(local.get(model), dict):
+            names = ", ".join(local) if isinstance(local, dict) else type(local).__name__
+            what = f"{type(method).__name__}.begin() returned no {model!r} for the phase that trains it, but {names}"
+            raise TrainingError(f"{what}. It should return a tree with every model that a phase trains")
+
+
+def check_unchanged(method: Method, hook: str, before: Versions) -> None:
+    """Refuse a hook that has changed one of its arguments in place."""
+    for name, value, version in before:
+        if value._version != version:
+            where, *rest = name.split(tree.SEPARATOR)
+            entry = where + "".join(f"[{key!r}]" for key in rest)
+            what = f"{type(method).__name__}.{hook}() changed its argument {entry} in place"
+            raise TrainingError(f"{what}. A hook must return new tensors (x = x + y, not x += y)")

@@ -8,31 +8,16 @@ the number of threads in the last bits.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from .bench import SMALL, Bench
 
-LOOKS, PAUSE = (
-    5,
-    0.002,
-)  # how often to look for other load, and seconds between: a process that runs for a moment is no load
-
-
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Let torch work with so many threads inside the context."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+LOOKS, PAUSE = 5, 0.002  # looks for other load, and seconds between: a process that runs for a moment is no load
 
 
 def is_small(bench: Bench, clients: int) -> bool:

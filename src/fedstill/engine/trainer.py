@@ -21,13 +21,25 @@ from ..core.tree import Params
 from ..nn.kernels import winograd
 from ..nn.kernels.autotune import Choices, Lowering
 from ..nn.mode import Execution
-from . import fused, pool, stacked
-from .bench import SMALL, Bench, CompileName, Done, EngineName, FederationData, PrecisionName, Store, Work
+from . import fused, pool, stackable
+from .bench import (
+    SMALL,
+    Bench,
+    CompileName,
+    Done,
+    EngineName,
+    FederationData,
+    PrecisionName,
+    Store,
+    TooMany,
+    Work,
+    threads,
+)  # fmt: skip
 from .one import One
 from .pool import Pool
 from .stacked import Stacked
-from .stage import TooMany
-from .threads import available, is_small, threads
+from .stage import Programs
+from .threads import available, is_small
 
 T = TypeVar("T")
 MANY, TINY = 50, 20_000  # clients and parameters from which on, and below which, stacking beats a perceptron's own loop
@@ -89,8 +101,8 @@ class Trainer:
             perceptron = fused.recognise(bench) if fast and engine != "stacked" and not bf16 else None
             if engine == "auto":
                 pays = prefers_stacked(bench, at_once, perceptron is not None)
-                engine = "stacked" if pays and stacked.refusal(bench) is None else "one"
-            elif engine == "stacked" and (reason := stacked.refusal(bench)) is not None:
+                engine = "stacked" if pays and stackable.refusal(bench) is None else "one"
+            elif engine == "stacked" and (reason := stackable.refusal(bench)) is not None:
                 raise InputError("engine", "stacked", f"'one' for this model: {reason}")
         self.name: EngineName = engine
         size, single = pool.share(workers, together, net.device)
@@ -98,8 +110,9 @@ class Trainer:
         self._one_thread = on_cpu and (small or (single and engine == "one"))
         self.engine: Engine
         if engine == "stacked":
-            way = stacked.way_of(bench, compile, fast)
-            self.engine = Stacked(way, precision == "full", self.choices)
+            way = stackable.way_of(bench, compile, fast)
+            exact = precision == "full"
+            self.engine = Stacked(way, exact, None if way == "plain" else Programs(way, exact, self.choices))
             if way != "plain" and net.has_convolution:
                 lowering = Lowering(self.choices, precision == "full")
             execution = Execution(bf16=bf16, lowering=lowering)

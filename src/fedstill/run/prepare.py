@@ -18,8 +18,7 @@ from ..core.task import Average, Task
 from ..core.tree import Params, Tree
 from ..data import Federation
 from ..edge.data_manager import DataManager, join
-from ..engine.bench import Bench
-from ..engine.threads import threads
+from ..engine.bench import Bench, threads
 from ..engine.trainer import Trainer
 from ..nn.net import Net
 from ..nn.split import by_head
