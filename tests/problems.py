@@ -194,7 +194,7 @@ def on_quadratics(method: fs.Method, only: int | None = None, **changes) -> fs.R
     ]
     clients = clients if only is None else [clients[only]]
     settings = dict(
-        rounds=400, epochs=5, batch_size=100, lr=0.1, momentum=0.0, dtype="float64", engine="one", eval_every=400
+        rounds=400, epochs=5, batch_size=100, lr=0.1, momentum=0.0, dtype="float64", engine="one", eval_every=2000
     )
     return fs.simulate(
         quadratic(**fields), model=Point(), data=fs.Federation.from_arrays(clients), **{**settings, **changes}

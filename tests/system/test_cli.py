@@ -12,7 +12,7 @@ from fedstill.cli.show import PARTITIONS
 from fedstill.data.partition import KINDS
 from fedstill.methods import METHODS
 from fedstill.models import MODELS
-from fedstill.run import simulation
+from fedstill.run import prepare
 
 TINY = ["--rounds", "2", "--clients", "4", "--epochs", "1"]
 
@@ -277,5 +277,5 @@ def test_data_show_draws_who_has_what(capsys) -> None:
     out = capsys.readouterr().out
     assert out.count("client ") >= 5
     assert "classes a client: 2 to 2" in out
-    assert simulation.federation_of(fs.Experiment(clients=5, partition="classes:2")).hash in out
+    assert prepare.federation_of(fs.Experiment(clients=5, partition="classes:2")).hash in out
     assert Path("who.png").read_bytes().startswith(b"\x89PNG")

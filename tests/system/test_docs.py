@@ -119,7 +119,7 @@ def test_commands_parse(shown: str, words: list[str], tmp_path, monkeypatch, cap
         raise Checked
 
     monkeypatch.setattr(train, "execute", execute)
-    monkeypatch.setattr(show.simulation, "federation_of", stop)
+    monkeypatch.setattr(show.prepare, "federation_of", stop)
     assert main([*words, "--help"] if words else []) == 0, capsys.readouterr().err
     if words and words[0] in ("run", "compare", "demo") and not any(word.endswith(".toml") for word in words):
         with pytest.raises(Checked):  # also the values, which --help does not look at

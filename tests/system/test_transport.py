@@ -16,6 +16,18 @@ from fedstill.transport.messages import Order, Reply
 
 from ..problems import cut, identical, states
 
+RUNNING: list[multiprocessing.Process] = []
+
+
+@pytest.fixture(autouse=True)
+def _ended() -> Iterator[None]:
+    """End the workers of a test with it: a run keeps its clients as long as it may be asked for their models."""
+    yield
+    for work in RUNNING:
+        work.kill()
+        work.join()
+    RUNNING.clear()
+
 
 class Processes:
     """A transport whose clients live in two processes, by the parity of their numbers."""
@@ -26,7 +38,9 @@ class Processes:
             here, there = multiprocessing.Pipe()
             work = multiprocessing.get_context("fork").Process(target=serve, args=(edge, there), daemon=True)
             work.start()
+            there.close()
             self.pipes.append(here)
+            RUNNING.append(work)
 
     def dispatch(self, orders: Sequence[Order]) -> None:
         for number, pipe in enumerate(self.pipes):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 import venv
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -18,17 +20,23 @@ def run(*command: str | Path, **options) -> str:
 
 
 def test_the_wheel_runs_the_demo_in_an_empty_environment(tmp_path: Path) -> None:
+    """An environment that has the wheel and, by a path file, the packages it depends on; the sources are not on its path."""
     run(sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path, ROOT)
     (wheel,) = tmp_path.glob("fedstill-*.whl")
-    venv.create(tmp_path / "env", with_pip=True)
+    venv.create(tmp_path / "env", with_pip=False)
     python = tmp_path / "env" / "bin" / "python"
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    run(*pip, "--constraint", ROOT / "constraints.txt", f"{wheel}[demo]")
-    shown = run(python.parent / "fedstill", "demo", "--rounds", "2", cwd=tmp_path)
+    (packages,) = (tmp_path / "env" / "lib").glob("python3*/site-packages")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    run(*pip, "--target", packages, wheel)
+    (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    shown = run(python, "-m", "fedstill", "demo", "--rounds", "2", cwd=tmp_path, env=environment)
     assert all(name in shown for name in ("local", "fedavg", "fedrep", "pfedsd"))
     assert (tmp_path / "fedstill-demo" / "figure.png").stat().st_size > 10_000
-    where = run(python, "-c", "import fedstill; print(fedstill.__file__)", cwd=tmp_path)
+    where = run(python, "-c", "import fedstill; print(fedstill.__file__)", cwd=tmp_path, env=environment)
     assert str(tmp_path) in where
+    needs = {requirement.partition(">")[0] for requirement in metadata.distribution("fedstill").requires or ()}
+    assert {"torch", "numpy", "safetensors"} <= needs
 
 
 def test_the_core_needs_torch_and_numpy_alone() -> None:

@@ -59,7 +59,7 @@ def test_messages_survive_the_wire_to_the_bit() -> None:
         "empty": {},
         "half": torch.randn(2).bfloat16(),
     }
-    sent = Order("score", 4, 2, down, {"b": shared}, "val", run=1, settled=3, taken=False)
+    sent = Order("score", 4, 2, down, {"b": shared}, "val", run=1, decided=3, taken=2)
     order = wire.decode(wire.encode(sent), Order)
     plain = [field.name for field in dataclasses.fields(Order) if field.name not in ("down", "generic")]
     assert [getattr(order, name) for name in plain] == [getattr(sent, name) for name in plain]
