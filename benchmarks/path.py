@@ -22,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import fedstill as fs
 from fedstill.run import together
 from fedstill.run.simulation import begin
+from fedstill.server.coordinator import Coordinator
 
 SOURCE = Path(fs.__file__).parent
 ROUND = 2
@@ -46,20 +47,43 @@ class Tracer:
             self.calls.setdefault((name, code.co_qualname.replace(".<locals>", "")))
 
 
-def traced(experiment: fs.Experiment, seeds: int) -> list[tuple[str, str]]:
-    """What one round executes: from the end of the round before to its own end."""
-    tracer = Tracer()
+class Switch:
+    """A callback that traces one round of a run."""
 
-    def progress(record: dict[str, Any]) -> None:
+    def __init__(self, tracer: Tracer) -> None:
+        self.tracer = tracer
+
+    def on_start(self, coordinator: Coordinator) -> None:
+        pass
+
+    def on_round(self, coordinator: Coordinator, record: dict[str, Any]) -> None:
         if record["round"] == ROUND - 1:
-            sys.setprofile(tracer)
+            sys.setprofile(self.tracer)
         elif record["round"] == ROUND:
             sys.setprofile(None)
 
+    def on_end(self, coordinator: Coordinator) -> None:
+        pass
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "FedAvg, clients one by one": {"method": fs.FedAvg(), "engine": "one", "workers": 1, "fast": False},
+    "fedstill run pfedsd": {"method": fs.PFedSD()},
+}
+
+
+def experiment(case: str) -> fs.Experiment:
+    """A case of the table."""
+    return fs.Experiment(rounds=3, device="cpu", **CASES[case])
+
+
+def traced(experiment: fs.Experiment, seeds: int) -> list[tuple[str, str]]:
+    """What one round executes: from the end of the round before to its own end."""
+    switch = Switch(Tracer())
     starts = [begin(dataclasses.replace(experiment, seed=seed)) for seed in range(seeds)]
-    starts[-1] = dataclasses.replace(starts[-1], progress=progress)
+    starts[-1] = dataclasses.replace(starts[-1], callbacks=[switch])
     together.run_starts(starts)
-    return list(tracer.calls)
+    return list(switch.tracer.calls)
 
 
 def show(title: str, calls: list[tuple[str, str]], write: Callable[[str], None] = print) -> int:
@@ -74,19 +98,14 @@ def show(title: str, calls: list[tuple[str, str]], write: Callable[[str], None] 
 
 
 def main() -> None:
-    common: dict[str, Any] = {"rounds": 3, "device": "cpu"}
-    for title, experiment in {
-        "FedAvg, clients one by one": fs.Experiment(method=fs.FedAvg(), engine="one", workers=1, fast=False, **common),
-        "fedstill run pfedsd": fs.Experiment(**common),
-    }.items():
-        one = traced(experiment, 1)
-        show(title, one)
-        if experiment.engine != "one":
-            three = traced(experiment, 3)
-            same = sorted({file for file, _ in one}) == sorted({file for file, _ in three})
-            print(f"three seeds side by side: {'the same files' if same else 'other files'}")
-            print("functions in other order or not in both:", sorted(set(one) ^ set(three)) or "none")
-            print("the same sequence" if one == three else "another sequence")
+    for case in CASES:
+        one = traced(experiment(case), 1)
+        show(case, one)
+        if CASES[case].get("engine") != "one":  # clients that train one by one are not stacked with other runs'
+            three = traced(experiment(case), 3)
+            print(
+                f"three seeds side by side: {'the same' if one == three else 'ANOTHER'} sequence of files and functions"
+            )
 
 
 if __name__ == "__main__":
