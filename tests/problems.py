@@ -30,7 +30,7 @@ from fedstill.nn.kernels import winograd
 from fedstill.run import simulation
 from fedstill.run.experiment import Training
 from fedstill.run.prepare import Simulation
-from fedstill.run.session import Session, Start, Transports
+from fedstill.run.session import Session, Start, Transports, start
 from fedstill.server.coordinator import Coordinator
 from fedstill.transport.local import LocalTransport
 from fedstill.transport.messages import Order, Reply
@@ -196,9 +196,25 @@ def on_quadratics(method: fs.Method, only: int | None = None, **changes) -> fs.R
     settings = dict(
         rounds=400, epochs=5, batch_size=100, lr=0.1, momentum=0.0, dtype="float64", engine="one", eval_every=2000
     )
-    return fs.simulate(
-        quadratic(**fields), model=Point(), data=fs.Federation.from_arrays(clients), **{**settings, **changes}
+    training = Training(**{**settings, **changes})
+    return until_still(
+        simulation.prepare(quadratic(**fields), Point(), fs.Federation.from_arrays(clients), None, training)
     )
+
+
+def until_still(ready: Simulation, every: int = 20) -> fs.Run:
+    """Run to the end, or until neither the server nor any client has moved by more than 1e-14 in so many rounds."""
+    session = start([Start(ready)])
+    (coordinator,) = session.coordinators
+    store, before = session.driver.transport.edge.store, {}
+    for number, _ in enumerate(session.rounds(), start=1):
+        if number % every == 0:
+            memories = {str(k): store.get(k) for k in range(coordinator.task.clients)}
+            now = tree.flatten(tree.clone({"server": coordinator.state.server, **memories}))
+            if before and all(float((now[n] - before[n]).abs().max()) <= 1e-14 for n in now if now[n].numel()):
+                break
+            before = now
+    return fs.Run.of(ready, coordinator, session.driver, session.trainer.name, 0.0)
 
 
 def point(params: Params) -> float:

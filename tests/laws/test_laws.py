@@ -58,7 +58,8 @@ def asks_for_the_round(method: fs.Method) -> bool:
 
 @pytest.mark.parametrize(("row", "model"), TRACED, ids=lambda v: v.name if isinstance(v, Row) else v)
 def test_1_a_traced_program_equals_one(row: Row, model: str, traced, capsys) -> None:
-    one, program = run(row.method, model, engine="one"), run(row.method, model, engine="stacked")
+    how = {"participation": 0.4, "rounds": 2}  # two clients of five: a program for two rows, and one for one
+    one, program = run(row.method, model, engine="one", **how), run(row.method, model, engine="stacked", **how)
     assert distance(states(one), states(program)) < 1e-10
     for a, b in zip(one.history, program.history, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-10)
@@ -212,9 +213,10 @@ def test_5_finds_a_method_that_leaks(leak: str, of: str, spied) -> None:
 
 @every_row
 def test_6_cohorts_and_padding_are_invisible(row: Row) -> None:
-    together = run(row.method, "normed", engine="stacked")
+    how = {"engine": "stacked", "rounds": 2}
+    together = run(row.method, "normed", **how)
     for cohort in (1, 2):
-        assert distance(states(together), states(run(row.method, "normed", engine="stacked", cohort=cohort))) < 1e-10
+        assert distance(states(together), states(run(row.method, "normed", cohort=cohort, **how))) < 1e-10
     assert identical(states(run(row.method, cohort=2)), states(run(row.method)))
 
 
@@ -222,20 +224,22 @@ def test_6_cohorts_and_padding_are_invisible(row: Row) -> None:
 @pytest.mark.parametrize("engine", ["one", "stacked"])
 def test_7_same_seed_same_bits_and_evaluation_changes_nothing(row: Row, engine: str) -> None:
     torch.manual_seed(1)
-    first = run(row.method, "normed", engine=engine)
+    how = {"engine": engine, "rounds": 2}
+    first = run(row.method, "normed", **how)
     torch.manual_seed(2)
     before = torch.get_rng_state()
-    second = run(row.method, "normed", engine=engine, eval_every=3)
+    second = run(row.method, "normed", eval_every=2, **how)
     assert torch.equal(before, torch.get_rng_state()), "a global generator was used"
     assert identical(states(first), states(second))
-    assert not identical(states(first), states(run(row.method, "normed", engine=engine, seed=9)))
+    assert not identical(states(first), states(run(row.method, "normed", seed=9, **how)))
 
 
 @every_row
 @pytest.mark.parametrize("engine", ["one", "stacked"])
 def test_8_nothing_aliases(row: Row, engine: str, spied) -> None:
-    result = run(row.method, "normed", engine=engine, participation=1.0)
-    last = [(reply, memory) for reply, memory in spied if reply.kind == "train" and reply.round == 3]
+    result = run(row.method, "normed", engine=engine, participation=1.0, rounds=2)
+    last = [(reply, memory) for reply, memory in spied if reply.kind == "train" and reply.round == 2]
+    assert len(last) == 5
     for reply, memory in last:
         assert not tree.aliases(reply.up, memory)
         assert not tree.aliases(memory, result.server)
@@ -246,7 +250,7 @@ def test_8_nothing_aliases(row: Row, engine: str, spied) -> None:
                 assert not tree.aliases(reply.up, other.up)
                 assert not tree.aliases(reply.up, memory)
     model = make("normed")
-    trained = fs.simulate(row.method, model=model, data=ragged(), **SETTINGS, engine=engine)
+    trained = fs.simulate(row.method, model=model, data=ragged(), **{**SETTINGS, "rounds": 1}, engine=engine)
     assert all(torch.equal(v, make("normed").state_dict()[n]) for n, v in model.state_dict().items())
     generic = trained.generic()
     generic[next(iter(generic))].fill_(7.0)

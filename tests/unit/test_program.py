@@ -23,10 +23,11 @@ from fedstill.core.method import Phase
 from fedstill.core.plan import JointPlan
 from fedstill.core.task import Task
 from fedstill.core.tree import Params, Tree
-from fedstill.engine import program, stacked
-from fedstill.engine.bench import Work
+from fedstill.engine import program, stackable
+from fedstill.engine.bench import TooMany, Work
 from fedstill.engine.stacked import Stacked
-from fedstill.engine.stage import Stage, TooMany
+from fedstill.engine.stage import Stage
+from fedstill.engine.step import each_step
 from fedstill.run import simulation
 from fedstill.run.experiment import Training
 from fedstill.run.journal import Journal
@@ -60,7 +61,7 @@ def test_few_sizes_and_each_holds_what_it_is_for(most: int) -> None:
 @given(st.lists(st.integers(1, 12), max_size=8))
 def test_how_many_are_at_work(lengths: list[int]) -> None:
     lengths = sorted(lengths, reverse=True)
-    active = list(program.each_step(lengths))
+    active = list(each_step(lengths))
     assert len(active) == max(lengths, default=0)
     assert sum(active) == sum(lengths)
     for client, length in enumerate(lengths):
@@ -354,9 +355,9 @@ def test_which_way_a_run_goes() -> None:
     far = dataclasses.replace(bench.task, net=net, rounds=3)
     for compile, rounds, right in (("auto", 3, "traced"), ("auto", 143, "compiled"), ("off", 143, "traced")):
         task = dataclasses.replace(far, rounds=rounds)
-        assert stacked.way_of(dataclasses.replace(bench, task=task), compile, True) == right
-    assert stacked.way_of(dataclasses.replace(bench, task=far), "on", True) == "compiled"
-    assert stacked.way_of(dataclasses.replace(bench, task=far), "on", False) == "plain"
+        assert stackable.way_of(dataclasses.replace(bench, task=task), compile, True) == right
+    assert stackable.way_of(dataclasses.replace(bench, task=far), "on", True) == "compiled"
+    assert stackable.way_of(dataclasses.replace(bench, task=far), "on", False) == "plain"
 
 
 # ---- what fits into memory ----------------------------------------------------------------------------------------------
@@ -373,7 +374,7 @@ class Cramped(Stacked):
 def cramped(method: fs.Method, model: str, **changes) -> simulation.Simulation:
     how = Training(**{**SETTINGS, "engine": "stacked", "participation": 1.0, **changes})
     ready = simulation.prepare(method, make(model), ragged(), None, how)
-    ready.trainer.engine = Cramped(ready.trainer.engine.way, choices=ready.trainer.choices)
+    ready.trainer.engine = Cramped(ready.trainer.engine.way, programs=ready.trainer.engine.programs)
     return ready
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import fedstill as fs
-from fedstill.engine.threads import available, threads
+from fedstill.engine.bench import threads
+from fedstill.engine.threads import available
 from fedstill.run import simulation
 from fedstill.run.experiment import Training
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from ..core import tree
 from ..core.method import Method
 from ..core.tree import Params, Tree
 from ..engine.bench import Done, Store, Work
+from ..engine.step import explained
 from ..engine.trainer import Trainer
 from ..transport.messages import Order, Reply
 from .fine_tune import FineTune
@@ -30,6 +30,9 @@ class MemoryStore(Store, Protocol):
     def read(self, client: int) -> Tree:
         """Return a client's memory."""
 
+    def forget(self, client: int) -> None:
+        """Give the client its initial memory again."""
+
 
 @dataclass(frozen=True)
 class Undecided:
@@ -37,7 +40,6 @@ class Undecided:
 
     round: int
     last: int  # the round in which the client had trained before
-    memory: Tree  # the coupled entries as they were before
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,15 @@ class Edge:
     """Answers the orders of `len(methods)` runs for the same number of clients each."""
 
     def __init__(
-        self, methods: Sequence[Method], trainer: Trainer, store: MemoryStore, monitors: Sequence[Monitor | None]
+        self,
+        methods: Sequence[Method],
+        trainer: Trainer,
+        store: MemoryStore,
+        monitors: Sequence[Monitor | None],
+        backup: MemoryStore,
     ) -> None:
-        self.methods, self.trainer, self.store, self.monitors = methods, trainer, store, monitors
+        """Answer for all clients in `store`; `backup` keeps coupled entries as they were until the server has decided."""
+        self.methods, self.trainer, self.store, self.monitors, self.backup = methods, trainer, store, monitors, backup
         self.clients = len(trainer.bench.data.train.sizes) // len(methods)
         self.last: dict[int, int] = {}  # the round in which each client last trained
         self.undecided: dict[int, Undecided] = {}
@@ -96,7 +104,8 @@ class Edge:
             last = self.last.get(slot, 0)
             if coupled:
                 before = {name: value for name, value in self.store.get(slot).items() if name in coupled}
-                self.undecided[slot] = Undecided(order.round, last, tree.clone(before))
+                self.backup.put(slot, before)
+                self.undecided[slot] = Undecided(order.round, last)
             works.append(Work(slot, order.down, part=order.work, last=last, watch=order.watch))
         for order, done in zip(orders, self.trainer.train(orders[0].round, works, self.store), strict=True):
             slot = done.client
@@ -173,7 +182,9 @@ class Edge:
         """Return the client's own model, given what came down."""
         slot = self.slot(order)
         memory, last = self.memory(slot)
-        return self.methods[order.run].personal(self.trainer.bench.home(order.round, slot, last), order.down, memory)
+        method, task = self.methods[order.run], self.trainer.bench.home(order.round, slot, last)
+        with explained(method, task, stacked=False):
+            return method.personal(task, order.down, memory)
 
     def _served(self, order: Order) -> Params:
         """Return the model that serves the client: its personal one, else the generic one that came along."""
@@ -218,8 +229,9 @@ class Edge:
             return
         del self.undecided[slot]
         if order.taken != open_.round:
-            self.store.put(slot, {**self.store.get(slot), **open_.memory})
+            self.store.put(slot, {**self.store.get(slot), **self.backup.get(slot)})
             self.last[slot] = open_.last
+        self.backup.forget(slot)
 
     def _state(self, orders: Sequence[Order]) -> Iterator[Reply]:
         """Return all that is kept for each client, nothing for one that has not begun anything."""
@@ -229,7 +241,7 @@ class Edge:
             report = {"last": float(self.last.get(slot, 0))}
             if slot in self.undecided:
                 open_ = self.undecided[slot]
-                up["undecided"] = open_.memory
+                up["undecided"] = self.backup.read(slot)
                 report |= {"undecided": float(open_.round), "undecided_last": float(open_.last)}
             if slot in self.begun:
                 begun = self.begun[slot]
@@ -248,8 +260,8 @@ class Edge:
             if numbers["last"]:
                 self.last[slot] = numbers["last"]
             if "undecided" in numbers:
-                memory = down.get("undecided", {})
-                self.undecided[slot] = Undecided(numbers["undecided"], numbers["undecided_last"], memory)
+                self.backup.put(slot, down.get("undecided", {}))
+                self.undecided[slot] = Undecided(numbers["undecided"], numbers["undecided_last"])
             if "begun" in numbers:
                 begun = down.get("begun", {})
                 self.begun[slot] = Begun(numbers["begun"], begun.get("down", {}), begun.get("local", {}))
@@ -290,7 +302,7 @@ def _groups(orders: Sequence[Order]) -> list[list[Order]]:
     """Divide orders into those that can be carried out together, each group in the order of the orders."""
     groups: dict[tuple[object, ...], list[Order]] = {}
     for order in orders:
-        key = (order.kind, order.round, order.work, order.keep, order.split, order.epochs, order.subset)
+        key = (order.kind, order.round, order.work, order.watch, order.keep, order.split, order.epochs, order.subset)
         # A tuned model is trained by its own run's method.
         groups.setdefault((*key, order.run if order.kind == "tune" else 0), []).append(order)
     return list(groups.values())

@@ -204,7 +204,8 @@ class Bench:
         steps = self.steps(client, self.phases(round))
         index = torch.arange(len(y), device=x.device)
         when = torch.tensor(float(last), dtype=torch.float64, device=y.device)
-        return self.at(round, Site(x, y, index, x.new_tensor(len(y)), x.new_tensor(steps), when))
+        task = self.at(round, Site(x, y, index, x.new_tensor(len(y)), x.new_tensor(steps), when))
+        return dataclasses.replace(task, lr=self.varied["lr"][client]) if "lr" in self.varied else task
 
 
 class TooMany(Exception):

@@ -18,7 +18,10 @@ from ..core.method import Method
 from ..core.task import Task
 from ..nn.net import Net
 
-HOOKS = ("begin", "phases", "fit", "loss", "step", "correct", "finish")
+HOOKS = (
+    "init_server", "init_client", "send", "begin", "phases", "fit", "loss", "step", "correct", "finish", "merge", "personal",
+    "generic",
+)  # fmt: skip
 CALLERS: dict[CodeType, str] = {}  # the engines' functions that do nothing but call one hook
 Frame = tuple[CodeType, int]
 F = TypeVar("F", bound=Callable[..., Any])

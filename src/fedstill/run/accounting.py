@@ -108,8 +108,8 @@ def cost(run: Accountable, bench: Bench | None = None) -> Cost:
         return found
     other, bench, client = bench is not None, bench or run.trainer.bench, int(history[-1]["participants"][0])
     samples = max(1, round(float(np.mean([bench.data.train.sizes[k] for k in run.clients]))))
-    down, memory = run.method.send(run.task, run.server, client), run.memory(client)
     try:
+        down, memory = run.method.send(run.task, run.server, client), run.memory(client)
         counted = flops.count(bench, run.task.round, down, memory, samples, MANY if other else 0)
     except Exception as error:  # a finished run must not be lost because its work cannot be counted
         return dataclasses.replace(found, samples=samples, uncounted=f"{type(error).__name__}: {error}".split("\n")[0])

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from .. import scores
-from ..core import settings
-from ..core.errors import InputError
+from ..core import settings, tree
+from ..core.errors import InputError, TrainingError
 from ..core.method import Method
 from ..core.task import Task
 from ..core.tree import Params, Tree
@@ -109,8 +109,7 @@ class Run:
         """Return the model that serves a client, by the names of the model's state: its personal one, else the generic one."""
         if "personal" not in self.method.scores:
             return self.generic_model()
-        (reply,) = self.ask("model", [client])
-        return reply.up["params"]  # type: ignore[no-any-return]
+        return self._one("model", client).up["params"]  # type: ignore[no-any-return]
 
     def generic_model(self) -> Params:
         """Return the generic model, by the names of the model's state."""
@@ -118,10 +117,9 @@ class Run:
 
     def memory(self, client: int) -> Tree:
         """Return what a client keeps between rounds, as far as it is decided which of its replies count."""
-        (reply,) = self.ask("state", [client], down={})
-        simulation = self._whole()[0]
-        memory = reply.up.get("memory", self.method.init_client(self.task, simulation.initial))
-        return {**memory, **reply.up.get("undecided", {})}
+        reply = self._one("state", client, down={})
+        memory = reply.up.get("memory", self.method.init_client(self.task, self._whole()[0].initial))
+        return tree.to({**memory, **reply.up.get("undecided", {})}, self.task.net.device)
 
     def personal(self, client: int) -> Params:
         """Return a client's own model as a state dict (for a method without personal models, the generic one)."""
@@ -168,6 +166,14 @@ class Run:
     def table(self) -> str:
         """Return the result as text, with what it is a result of."""
         return _tables[-1]([self])
+
+    def _one(self, kind: Kind, client: int, **options: Any) -> Reply:
+        """Return the reply of one client."""
+        replies = self.ask(kind, [client], **options)
+        if not replies or replies[0].refusal:
+            reason = f": {replies[0].refusal}" if replies else ""
+            raise TrainingError(f"client {client} did not answer an order of the kind {kind!r}{reason}")
+        return replies[0]
 
     def _whole(self) -> tuple[Simulation, Coordinator, Driver]:
         if self._simulation is None or self._coordinator is None or self._driver is None:

@@ -24,6 +24,7 @@ from ..edge.model_store.store import ModelStore
 from ..edge.model_store.tiers import available_memory
 from ..edge.monitor import Monitor, Policy
 from ..engine.bench import Bench
+from ..engine.step import explained
 from ..engine.trainer import Trainer
 from ..server.coordinator import Aggregator, Callback, Coordinator, Record, Rounds, RunState
 from ..server.gate import Gate
@@ -116,7 +117,7 @@ def start(starts: Sequence[Start], transport: Transports | None = None) -> Sessi
     rounds = [rounds_of(sim) for sim in sims]
     monitors = [monitor_of(sim, strategy) for sim, strategy in zip(sims, rounds, strict=True)]
     folder = next((start.journal.folder for start in starts if start.journal is not None), None)
-    edge = Edge([sim.method for sim in sims], trainer, _store(sims, folder), monitors)
+    edge = Edge([sim.method for sim in sims], trainer, _store(sims, folder), monitors, _store(sims, folder, True))
     carrier = (transport or LocalTransport)(edge)
     driver = Driver(carrier)
     coordinators = [
@@ -134,7 +135,9 @@ def _coordinator(
     start: Start, number: int, runs: int, rounds: Rounds, transport: Transport, trainer: Trainer
 ) -> Coordinator:
     sim, training = start.simulation, start.simulation.training
-    server, rule = tree.clone(sim.method.init_server(sim.task, sim.initial)), Rule.of(sim.method, training)
+    with explained(sim.method, sim.task, stacked=False):
+        server = tree.clone(sim.method.init_server(sim.task, sim.initial))
+    rule = Rule.of(sim.method, training)
     if rule is not None:
         server = rule.begin(server, sim.task.net.parameters)
     callbacks: list[Callback] = []
@@ -180,7 +183,8 @@ def _resume(start: Start, coordinator: Coordinator, driver: Driver) -> None:
         return
     state, timing = state_of(checkpoint, journal.rewind(checkpoint.round))
     coordinator.load_state(state, timing)
-    driver.run({coordinator.run: restore(checkpoint, coordinator)})
+    for error in driver.run({coordinator.run: restore(checkpoint, coordinator)}).values():
+        raise error
 
 
 def rounds_of(sim: Simulation) -> Rounds:
@@ -207,18 +211,23 @@ def monitor_of(sim: Simulation, rounds: Rounds) -> Monitor | None:
     return SimulatedMonitor(rounds.clock, policy) if isinstance(rounds, Schedule) and policy != Policy() else None
 
 
-def _store(sims: Sequence[Simulation], folder: Path | None) -> MemoryStore:
-    """Return the clients' memories of all runs: in tiers on a GPU, and where they might not fit into the host's memory."""
+def _store(sims: Sequence[Simulation], folder: Path | None, coupled: bool = False) -> MemoryStore:
+    """Return the clients' memories of all runs: in tiers on a GPU, and where they might not fit into the host's memory.
+
+    With `coupled`, only the entries that must agree with the server.
+    """
     lead = sims[0]
     bank = lead.training.bank
     room = int(bank * 2**30) if lead.device.type == "cuda" and bank else None
-    initials = [sim.method.init_client(sim.task, sim.initial) for sim in sims]
+    initials, grows = [], False
+    for sim in sims:
+        with explained(sim.method, sim.task, stacked=False):
+            initial = sim.method.init_client(sim.task, sim.initial)
+        initials.append({n: v for n, v in initial.items() if n in sim.method.coupled} if coupled else initial)
+        grows = grows or bool(sim.method.per_sample & initial.keys())  # with the clients' numbers of samples
     clients = len(lead.data.train.sizes)
     size = clients * sum(leaf.nbytes for initial in initials for _, leaf in tree.leaves(initial))
-    per_sample = any(
-        sim.method.per_sample & initial.keys() for sim, initial in zip(sims, initials, strict=True)
-    )  # these grow
-    if lead.device.type == "cpu" and not per_sample and 2 * size < available_memory():
+    if not size or (lead.device.type == "cpu" and not grows and 2 * size < available_memory()):
         return PlainStore(initials[0], clients=clients, others=initials[1:])
     return ModelStore(
         initials[0], clients=clients, others=initials[1:], device=lead.device, device_bytes=room, folder=folder

@@ -16,12 +16,14 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
+from ..core.errors import TrainingError
 from ..core.method import Method, Upload
 from ..core.plan import Plan
 from ..core.task import Task
 from ..core.tree import Tree
+from ..engine.step import explained
 from ..transport.messages import Dialogue, Kind, Order, Reply, Request, Transport
-from .gate import Gate, check_converging, example_upload
+from .gate import NOT_FINITE, Gate, check_converging, example_upload
 from .optimizer import Rule
 from .records import Scores, split_seconds, summary, traffic
 from .sampler import Memory, Sampler, uniform
@@ -64,6 +66,9 @@ class Exchange:
     record: Mapping[str, Any] = field(default_factory=dict)
     besides: Sequence[Order] = ()  # orders that were sent besides
     pending: frozenset[int] = frozenset()  # clients whose replies may still be merged in a later round
+    decided: Mapping[int, int] = field(
+        default_factory=dict
+    )  # clients, with the rounds of earlier orders that ended now
     working: frozenset[int] = frozenset()  # of these the ones that are not late: there are no rounds that end
 
 
@@ -178,23 +183,28 @@ class Coordinator:
         """Sample, send, collect, merge, score, and tell the callbacks."""
         began, state = time.perf_counter(), self.state
         cohort = self.sample(task.round)
-        orders = [self.order("train", task, k, work=self.rounds.work, watch=self.watch is not None) for k in cohort]
+        with explained(self.method, task, stacked=False):
+            options: dict[str, Any] = {"work": self.rounds.work, "watch": self.watch is not None}
+            orders = [self.order("train", task, k, **options) for k in cohort]
         asked, carried = time.perf_counter(), self.transport.seconds
         exchange = yield from self.rounds.exchange(self, task, orders)
         waited, carried = time.perf_counter() - asked, self.transport.seconds - carried
-        merged = self.aggregator.merge(self.method, task, state.server, [upload for _, upload in exchange.merged])
+        with explained(self.method, task, stacked=False):
+            merged = self.aggregator.merge(self.method, task, state.server, [upload for _, upload in exchange.merged])
         state.server = self.rounds.step(task, state.server, merged)
         self.settle(task.round, cohort, exchange)
         took = time.perf_counter() - began
         record = {
             **self.summary(task.round, cohort, exchange),
             **traffic([*orders, *exchange.besides], exchange.answers),
-            "train_seconds": took,
-            **split_seconds(carried, waited, took),
+            "train_seconds": took / self.runs,
+            **split_seconds(carried / self.runs, waited / self.runs, took / self.runs),
             **(self.watch(exchange.answers, state.history) if self.watch else {}),
             **exchange.record,
             **self.remembered(cohort, exchange),
         }
+        if cohort and len(exchange.merged) < self.aggregator.minimum:
+            record["abandoned"] = True
         self.memory.take(record)
         if task.round % self.eval_every == 0 or task.round == task.rounds:
             yield from self.rounds.before_scores(self, record)
@@ -219,7 +229,8 @@ class Coordinator:
 
     def score(self, task: Task) -> Dialogue[Record]:
         """Score every client's models on its own data, and the generic model on the common test set."""
-        generic = self.method.generic(task, self.state.server) if "generic" in self.method.scores else None
+        with explained(self.method, task, stacked=False):
+            generic = self.method.generic(task, self.state.server) if "generic" in self.method.scores else None
         record: Record = {}
         for split in self.splits:
             orders = [self.order("score", task, k, generic=generic, split=split) for k in self.present()]
@@ -260,6 +271,9 @@ class Coordinator:
             return self.example(at, down[reply.client])
 
         accepted, reasons = self.gate.inspect(answers, example)
+        if reasons and not accepted and not all(reason == NOT_FINITE for reason in reasons.values()):
+            client, reason = next(iter(reasons.items()))
+            raise TrainingError(f"round {task.round}: every upload was rejected; client {client}: {reason}")
         record: dict[str, Any] = {"refused": refused} if refused else {}
         if reasons:
             record["rejected"] = {str(client): reason for client, reason in reasons.items()}
@@ -298,12 +312,10 @@ class Coordinator:
         """Note for each client which of its replies was taken, so that its next order can say so."""
         enough = len(exchange.merged) >= self.aggregator.minimum
         taken = {reply.client: reply.round for reply, _ in exchange.merged}
-        for k in {*cohort, *taken} - exchange.pending:
+        ended = {**exchange.decided, **taken, **dict.fromkeys((k for k in cohort if k not in exchange.pending), round)}
+        for k, last in ended.items():
             before = self.settled.get(k, (0, 0))[1]
-            self.settled[k] = (
-                max(round if k in cohort else 0, taken.get(k, 0)),
-                taken[k] if enough and k in taken else before,
-            )
+            self.settled[k] = last, taken[k] if enough and k in taken else before
 
     def remembered(self, cohort: list[int], exchange: Exchange) -> Record:
         """Return what samplers other than `uniform` use later."""

@@ -20,6 +20,7 @@ from ..core.task import Site, Task
 from ..core.tree import Tree
 from ..transport.messages import Reply
 
+NOT_FINITE = "its upload holds numbers that are not finite"
 REPORTED = ("loss", "steps")  # numbers that every reply to an order to train must have
 Spec: TypeAlias = dict[str, tuple[torch.Size, torch.dtype]]  # of an upload's entries, by their full names
 
@@ -64,13 +65,15 @@ class Gate:
         checked = [reply for reply in replies if reply.client not in reasons]
         for reply, finite in zip(checked, tree.finite_each([reply.up for reply in checked]), strict=True):
             if not finite:
-                reasons[reply.client] = "its upload holds numbers that are not finite"
+                reasons[reply.client] = NOT_FINITE
         return [reply for reply in checked if reply.client not in reasons], reasons
 
     def _mismatch(self, reply: Reply, example: Callable[[Reply], Tree]) -> str:
         missing = [name for name in REPORTED if name not in reply.report]
         if missing:
             return f"its report has no {missing[0]}"
+        if not (math.isfinite(reply.report["steps"]) and reply.report["steps"] >= 0):
+            return f"it reports {reply.report['steps']:g} steps"
         spec = spec_of(reply.up)
         if spec == self.expected and (not self.varies or reply.round == self.round):
             return ""

@@ -196,9 +196,11 @@ class Asynchronous(Schedule):
             rebased = self.asynchrony.rebase(task, coordinator.state.server, began[k], reply.up, behind[k])
             merged.append((reply, Upload(reply.up, 1.0, k, began[k], rebased)))
         staleness = {"staleness": {str(k): value for k, value in behind.items()}}
+        outcome = outcome.rejecting({int(k) for k in record.get("rejected", ())})
         timed = {**outcome.record(), **staleness, "timeline": outcome.timeline()}
         busy = frozenset(self.busy)
-        return Exchange(answers, merged, {**record, **timed}, pending=busy, working=busy)
+        decided = {order.client: order.round for order in due}
+        return Exchange(answers, merged, {**record, **timed}, pending=busy, decided=decided, working=busy)
 
     def step(self, task: Task, before: Tree, merged: Tree) -> Tree:
         """Return the server's next state: FedBuff's step of length η."""
@@ -207,9 +209,14 @@ class Asynchronous(Schedule):
     def load_state(self, history: Sequence[Mapping[str, Any]], state: Tree) -> None:
         """Continue after these records, with the orders that a checkpoint held."""
         super().load_state(history, {})
-        self.orders = {int(k): Order("train", int(v["round"]), int(k), v["down"]) for k, v in state.items()}
+        self.orders = {
+            int(k): Order("train", int(v["round"]), int(k), v["down"], watch=bool(v["watch"])) for k, v in state.items()
+        }
 
     def state_dict(self) -> Tree:
         """Return the orders under way."""
         number = functools.partial(torch.tensor, dtype=torch.float64)
-        return {str(k): {"round": number(order.round), "down": order.down} for k, order in self.orders.items()}
+        return {
+            str(k): {"round": number(order.round), "watch": number(float(order.watch)), "down": order.down}
+            for k, order in self.orders.items()
+        }

@@ -115,7 +115,8 @@ class Outcome:
             "rejected" if k in clients and state in ("merged", "late") else state
             for k, state in zip(self.asked, self.state, strict=True)
         ]
-        return dataclasses.replace(self, state=states) if clients else self
+        folded = [k for k in self.folded if k not in clients]
+        return dataclasses.replace(self, state=states, folded=folded) if clients else self
 
     def with_personal(self, seconds: Floats) -> Outcome:
         """The same with other seconds of personal work."""

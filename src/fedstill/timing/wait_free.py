@@ -48,6 +48,9 @@ def check(method: Method, task: Task, training: Timing) -> None:
             "it has no personal work that its upload does not depend on"
         )  # fmt: skip
         raise InputError("wait_free", kind, f"'off' for {method.id}: {why}")
+    if kind == "until-download" and method.coupled:
+        reason = f"{', '.join(sorted(method.coupled))} must agree with the server when its upload leaves"
+        raise InputError("wait_free", kind, f"'off' or 'fixed' for {method.id}: {reason}")
 
 
 @dataclass
