@@ -1,10 +1,10 @@
 # make demo   a first run: sets up what it needs, trains four methods on the shipped digits, ends with a table and a picture
-# make test   all tests            make lint   ruff and mypy            make setup   the environment with every extra
+# make test   all tests            make quick  a minute's worth of them    make lint   ruff and mypy    make setup   the environment
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo setup test lint format clean
+.PHONY: demo setup test quick lint format clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/demo
@@ -14,6 +14,9 @@ setup: .venv/dev
 
 test: .venv/dev
 	$(BIN)/python -m pytest -n 2
+
+quick: .venv/dev
+	$(BIN)/python -m pytest -n 2 --quick
 
 lint: .venv/dev
 	$(BIN)/ruff check .

@@ -13,6 +13,35 @@ from .problems import SETTINGS, Spy
 
 torch.set_num_threads(1)
 
+SLOW = {  # files that `--quick` leaves out; of the laws and the system tests it takes those below
+    "test_accounting", "test_async", "test_baselines_a", "test_channels", "test_data_manager", "test_data_papers", "test_fused",
+    "test_gate", "test_journal",
+    "test_model_store", "test_models", "test_models_images", "test_papers", "test_parts", "test_pool", "test_program",
+    "test_rules",
+    "test_scores", "test_time", "test_together", "test_wait_free", "test_winograd",
+}  # fmt: skip
+QUICK = (
+    "test_1_stacked_equals_one[plain-", "test_3_neutral_values_give_the_parent[one-", "test_the_books_agree[one-everything-",
+    "test_every_number_and_model_is_the_same[pfedsd]", "test_every_number_and_model_is_the_same[scaffold]",
+    "test_a_round_runs_through_few_files",
+)  # fmt: skip
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="a minute's worth of the suite: `make quick`")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--quick"):
+        return
+    taken = [
+        item
+        for item in items
+        if (item.path.parent.name == "unit" and item.path.stem not in SLOW) or item.name.startswith(QUICK)
+    ]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(taken)])
+    items[:] = taken
+
 
 @pytest.fixture
 def spied(monkeypatch):
