@@ -12,7 +12,7 @@ from ..core.tree import Tree
 from ..nn.kernels.autotune import Choices
 from ..server.coordinator import Coordinator, Record, RunState
 from ..transport.messages import Dialogue, Reply, Request
-from .journal import PART, Checkpoint, CheckpointWriter, Journal
+from .journal import FILE_BYTES, Checkpoint, CheckpointWriter, Journal
 
 Progress: TypeAlias = Callable[[Record], None]
 
@@ -66,7 +66,7 @@ def save(journal: Journal, coordinator: Coordinator) -> Dialogue[None]:
         for reply in (yield Request(orders)):
             writer.add(reply.client, as_tree(reply))
             size = max(size, sum(leaf.nbytes for _, leaf in tree.leaves(reply.up)))
-        at_once = max(1, min(PART // size, 256))
+        at_once = max(1, min(FILE_BYTES // size, 256))
     writer.close()
 
 

@@ -73,7 +73,7 @@ class Rule:
         if training.server == "mean":
             return None
         if not method.averages:
-            right = f"'mean' for {method.id}, whose server takes no plain mean: no server optimizer can replace it"
+            right = f"'mean' for {method.id}: its server takes no plain mean for an optimizer to follow"
             raise InputError("server", training.server, right)
         lr = training.server_lr or STEP[training.server]
         return cls(training.server, lr, training.server_momentum, training.server_beta2, training.server_tau)

@@ -131,7 +131,7 @@ class Clock:
         up: Floats | float,
         epochs: tuple[float, float],
     ) -> Spans:
-        """Return the durations of the clients' round; `down` and `up` in bytes, `epochs` of the generic and the personal model."""
+        """Return the durations of the clients' round; `down` and `up` in bytes, `epochs` of generic and personal models."""
         d = self.devices
         epoch_seconds = self.samples[clients] / d.speed[clients]
         return Spans(
