@@ -228,13 +228,13 @@ class Task:
         positions = torch.arange(len(site.index), device=device)
         for where in torch.split(positions, SAMPLES if squared else CHUNK):
             rows = site.index[where]
-            given = (site.x[rows], site.y[rows], where, real[where])
+            inputs = (site.x[rows], site.y[rows], where, real[where])
             if squared:
                 each = vmap(grad(at), in_dims=(None, 0, 0, 0, 0))
-                grads = each(self.trainable(params), *(part.unsqueeze(1) for part in given))
+                grads = each(self.trainable(params), *(tensor.unsqueeze(1) for tensor in inputs))
                 grads = {name: g.square().sum(0) for name, g in grads.items()}
             else:
-                grads = grad(at)(self.trainable(params), *given)
+                grads = grad(at)(self.trainable(params), *inputs)
             total = {name: total[name] + grads[name] for name in total}
         return {name: value / site.samples for name, value in total.items()}
 

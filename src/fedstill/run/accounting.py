@@ -28,7 +28,7 @@ from ..server.records import SPLIT, nbytes
 __all__ = ["Cost", "Flops", "Work", "cost", "nbytes", "numbers", "seconds"]
 
 
-MANY = 1000  # rounds over which epochs drawn by round are averaged
+AVERAGED_ROUNDS = 1000  # rounds over which epochs drawn by round are averaged
 UNTIL = "personal steps until the next download are another number each time"
 
 
@@ -110,7 +110,7 @@ def cost(run: Accountable, bench: Bench | None = None) -> Cost:
     samples = max(1, round(float(np.mean([bench.data.train.sizes[k] for k in run.clients]))))
     down, memory = run.method.send(run.task, run.server, client), run.memory(client)
     try:
-        counted = flops.count(bench, run.task.round, down, memory, samples, MANY if separate else 0)
+        counted = flops.count(bench, run.task.round, down, memory, samples, AVERAGED_ROUNDS if separate else 0)
     except Exception as error:  # a finished run must not be lost because its work cannot be counted
         return dataclasses.replace(
             measured, samples=samples, uncounted=f"{type(error).__name__}: {error}".split("\n")[0]

@@ -72,15 +72,15 @@ def save(journal: Journal, coordinator: Coordinator) -> Dialogue[None]:
 
 def restore(checkpoint: Checkpoint, coordinator: Coordinator) -> Dialogue[None]:
     """Send the clients back what a checkpoint holds of them."""
-    for client, kept in checkpoint.clients():
+    for client, state in checkpoint.clients():
         coordinator.touched.add(client)
-        yield Request([coordinator.order("restore", coordinator.task, client, kept)])
+        yield Request([coordinator.order("restore", coordinator.task, client, state)])
 
 
 def state_of(checkpoint: Checkpoint, history: list[Record]) -> tuple[RunState, Tree]:
     """Return the server's state and what the timing had in a checkpoint."""
-    kept = checkpoint.state()
-    return RunState(kept["server"], history), kept.get("timing", {})
+    state = checkpoint.state()
+    return RunState(state["server"], history), state.get("timing", {})
 
 
 def as_tree(reply: Reply) -> Tree:

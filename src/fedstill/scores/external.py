@@ -81,13 +81,13 @@ def overlap(a: str, b: str) -> bool:
     >>> overlap("x@8#c", "x@8"), overlap("x#c", "x#a,b"), overlap("mnist@28", "usps+mnist@28")
     (True, False, True)
     """
-    (these, mine), (those, theirs) = _written(a), _written(b)
-    return bool(these & those) and (not mine or not theirs or bool(mine & theirs))
+    (names_a, parts_a), (names_b, parts_b) = _written(a), _written(b)
+    return bool(names_a & names_b) and (not parts_a or not parts_b or bool(parts_a & parts_b))
 
 
 def _written(text: str) -> tuple[set[str], set[str]]:
     """The names joined by + (or the one path), and the parts after #."""
-    whole, _, parts = text.partition("#")
-    whole = re.sub(r"@\d+$", "", whole)
-    names = whole.split("+") if re.fullmatch(r"[a-z0-9+-]+", whole) else [whole]
+    source, _, parts = text.partition("#")
+    source = re.sub(r"@\d+$", "", source)
+    names = source.split("+") if re.fullmatch(r"[a-z0-9+-]+", source) else [source]
     return set(names), {part.strip() for part in parts.split(",") if part.strip()}

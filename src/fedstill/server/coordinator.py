@@ -95,9 +95,9 @@ class Rounds:
         """Return who of these clients can be asked."""
         return clients
 
-    def ask(self, wanted: int) -> int:
-        """Return how many clients are asked so that `wanted` answer."""
-        return wanted
+    def ask(self, goal: int) -> int:
+        """Return how many clients are asked so that `goal` answer."""
+        return goal
 
     def availability(self, clients: int) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Return for each client the share of the rounds in which it can be asked."""
@@ -211,11 +211,11 @@ class Coordinator:
         known = max([len(self.samples), *(k + 1 for k in self.present())])
         samples = np.ones(known, dtype=np.int64)
         samples[: len(self.samples)] = self.samples
-        available, wanted = self.rounds.available(round, self.present()), self.rounds.ask(self.per_round)
+        available, number = self.rounds.available(round, self.present()), self.rounds.ask(self.per_round)
         scene = self.memory.scene(
             self.plan, round, available, samples, self.rounds.availability(known), self.candidates
         )
-        return sorted(int(k) for k in self.sampler(scene, wanted)) if wanted else []
+        return sorted(int(k) for k in self.sampler(scene, number)) if number else []
 
     def score(self, task: Task) -> Dialogue[Record]:
         """Score every client's models on its own data, and the generic model on the common test set."""
