@@ -77,10 +77,10 @@ class Method:
     reply (it was late, dropped or refused). All other entries are the client's own and stay."""
 
     def __init_subclass__(cls) -> None:
-        """Withdraw the promises of a class that overrides the hooks they speak of; refuse a field that would hide a hook.
+        """Clear flags that describe an overridden hook; refuse a field that would hide a hook.
 
-        `averages` speaks of `merge`, `wait_free` and `personal_passes` of what a client does in a round. A class that overrides
-        these, be it by a mixin, must promise again. `plain_loss` speaks of the objective.
+        `averages` describes `merge`; `wait_free` and `personal_passes` describe a client's round; `plain_loss` describes the
+        objective. Overriding a hook, also by a mixin, clears the flags that describe it; restate them.
         """
         if _differs(cls, "averages", "merge"):
             cls.averages = False
@@ -164,7 +164,7 @@ class Method:
         return NotImplementedError(f"{type(self).__name__} has no {hook}(): derive from FedAvg, or write it")
 
 
-def _differs(cls: type, promise: str, *hooks: str) -> bool:
-    """Return whether one of the hooks is not that of the class which last made or withdrew the promise."""
-    maker = next(kind for kind in cls.__mro__ if promise in vars(kind))
-    return any(inspect.getattr_static(cls, hook) is not inspect.getattr_static(maker, hook) for hook in hooks)
+def _differs(cls: type, flag: str, *hooks: str) -> bool:
+    """Return whether a hook differs from that of the class which last set the flag."""
+    setter = next(kind for kind in cls.__mro__ if flag in vars(kind))
+    return any(inspect.getattr_static(cls, hook) is not inspect.getattr_static(setter, hook) for hook in hooks)

@@ -150,7 +150,7 @@ def _float(value: numbers.Real) -> float:
 
 
 def _within(value: float, metadata: Mapping[str, Any]) -> bool:
-    """Whether a number is finite and within its field's limits."""
+    """Return whether a number is finite and within its field's limits."""
     least, above, most = metadata.get("least"), metadata.get("above"), metadata.get("most")
     return (
         (isinstance(value, int) or math.isfinite(value))

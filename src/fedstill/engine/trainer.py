@@ -42,10 +42,8 @@ from .stage import Programs
 from .threads import available, is_small
 
 T = TypeVar("T")
-MANY_CLIENTS, SMALL_MODEL = (
-    50,
-    20_000,
-)  # clients and parameters from which on, and below which, stacking beats a perceptron's own loop
+MANY_CLIENTS = 50  # from so many clients on, stacking beats a perceptron's own loop,
+SMALL_MODEL = 20_000  # if it has fewer parameters than this
 
 
 class Engine(Protocol):
