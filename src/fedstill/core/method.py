@@ -59,7 +59,9 @@ class Method:
     trains_generic: ClassVar[bool] = True
     """Whether the generic model as a whole is trained; where not, the mean of the personal models can be scored in its place."""
     needs_head: ClassVar[bool] = False
-    averages: ClassVar[bool] = False  # whether `merge` puts a plain mean into "params", which a server rule may follow
+    averages: ClassVar[bool] = (
+        False  # whether `merge` puts a plain mean into "params", which a server optimizer may follow
+    )
     personal_passes: ClassVar[float] = 0.0
     """Where `step` trains two models: passes over the data for the personal one, which nothing that goes up depends on, for each
     pass for the other."""

@@ -86,7 +86,7 @@ class Accountable(Finished, Protocol):
 
     @property
     def has_data(self) -> bool:
-        """Whether the clients' data is still loaded."""
+        """Whether the clients and their data are still loaded."""
 
     def memory(self, client: int) -> Tree:
         """Return a client's memory."""

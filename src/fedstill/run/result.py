@@ -97,7 +97,7 @@ class Run:
 
     @property
     def has_data(self) -> bool:
-        """Whether the clients and their data are still there."""
+        """Whether the clients and their data are still loaded."""
         return self._simulation is not None
 
     def ask(self, kind: Kind, clients: Sequence[int], **options: Any) -> list[Reply]:
@@ -160,13 +160,13 @@ class Run:
         return float(results["fine_tuned" if mean == "client" else "fine_tuned_sample"])
 
     def joined(self, epochs: int = 5) -> tuple[float, float]:
-        """Return the accuracy of the newcomers, weighted by their training samples: with what the method gives them, and after
-        `epochs` of training."""
+        """Return the newcomers' accuracy, weighted by their training samples: (of the method's personal models, after `epochs` of
+        training)."""
         results = scores.joined(self, epochs)
         return results["newcomers_before"], results["newcomers_after"]
 
     def table(self) -> str:
-        """Return the result as text, with what it is a result of."""
+        """Return the result as text, with the settings that it belongs to."""
         return _tables[-1]([self])
 
     def _loaded(self) -> tuple[Simulation, Coordinator, Driver]:

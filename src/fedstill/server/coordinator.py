@@ -86,13 +86,13 @@ class Aggregator:
 
 
 class Rounds:
-    """How a round passes in time. This one: orders go out, and whoever answers within `deadline` seconds is merged."""
+    """The timing of rounds. This base class merges the clients that answer within `deadline` seconds."""
 
     deadline: float | None = None  # of wall-clock time
     work: Literal["all", "generic"] = "all"  # what clients are asked to train
 
     def available(self, round: int, clients: Sequence[int]) -> Sequence[int]:
-        """Return who of these clients can be asked."""
+        """Return the clients that can be asked."""
         return clients
 
     def ask(self, goal: int) -> int:
@@ -128,7 +128,7 @@ class Rounds:
 
 @dataclass
 class Coordinator:
-    """One run. `per_round` clients are wanted each round; scores are taken every `eval_every` rounds and at the end."""
+    """One run. Each round should merge `per_round` clients; scores are computed every `eval_every` rounds and at the end."""
 
     method: Method
     task: Task
@@ -207,7 +207,7 @@ class Coordinator:
                 yield from dialogue
 
     def sample(self, round: int) -> list[int]:
-        """Return who is asked in a round, ascending."""
+        """Return the clients to ask in a round, ascending."""
         known = max([len(self.samples), *(k + 1 for k in self.present())])
         samples = np.ones(known, dtype=np.int64)
         samples[: len(self.samples)] = self.samples

@@ -228,7 +228,7 @@ class Schedule(Rounds):
         return as_numbers(free[self.clock.available(round, free)])
 
     def workers(self, round: int, asked: Sequence[int]) -> list[int]:
-        """Return the clients that do not drop out. This is known in advance, so no client trains in vain."""
+        """Return the clients that do not drop out. This is known in advance, so none of them is trained."""
         ids = np.asarray(asked, dtype=np.int64)
         return as_numbers(ids[~self.clock.drops(round, ids)])
 
