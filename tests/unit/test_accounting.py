@@ -263,10 +263,10 @@ def test_the_table_and_the_summary_say_what_a_round_costs() -> None:
     # 15 steps; 50 samples of 204 FLOPs; a model down and one up
     assert lines[2].split()[-4:-1] == ["15", "10.2", "408"]
     assert any(line.startswith("steps, kFLOPs, B: one participant in a round; ") for line in lines)
-    said = json.loads(json.dumps(found.cost.said()))
-    assert said["steps"] == 15
-    assert said["flops"] == {"forward": 4200.0, "backward": 6000.0, "total": 10200.0}
-    assert (said["bytes_down"], said["bytes_up"]) == (MODEL, MODEL)
+    record = json.loads(json.dumps(found.cost.to_dict()))
+    assert record["steps"] == 15
+    assert record["flops"] == {"forward": 4200.0, "backward": 6000.0, "total": 10200.0}
+    assert (record["bytes_down"], record["bytes_up"]) == (MODEL, MODEL)
 
 
 def test_units() -> None:

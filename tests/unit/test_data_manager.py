@@ -79,12 +79,12 @@ class Small(nn.Module):
 @pytest.fixture
 def packing(monkeypatch):
     """Bytes on the CPU too, as on a GPU."""
-    part = data_manager._part
+    split = data_manager._split
 
     def start(federation: fs.Federation) -> None:
         how = (federation.mean, federation.std)
         monkeypatch.setattr(
-            data_manager, "_part", lambda arrays, device, dtype, bytes_: part(arrays, device, dtype, how)
+            data_manager, "_split", lambda arrays, device, dtype, bytes_: split(arrays, device, dtype, how)
         )
 
     return start

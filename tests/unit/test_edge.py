@@ -214,7 +214,7 @@ def test_the_state_of_one_that_has_begun_nothing_is_empty() -> None:
     reply = hand.state(4)
     assert (reply.up, reply.report) == ({}, {"last": 0.0})
     moved_on(fresh, hand, [4], wired=True)
-    assert not fresh.edge.kept
+    assert not fresh.edge.changed
     assert not fresh.edge.last
 
 

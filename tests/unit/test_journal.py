@@ -86,7 +86,9 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
 
 def test_memories_lie_in_several_files_where_they_are_many(tmp_path: Path, monkeypatch) -> None:
     whole = fs.run(experiment(), out=tmp_path / "whole")
-    monkeypatch.setattr(journal, "PART", 100_000)  # the model has 9,610 weights of four bytes: three clients a file
+    monkeypatch.setattr(
+        journal, "FILE_BYTES", 100_000
+    )  # the model has 9,610 weights of four bytes: three clients a file
     cut(experiment(), tmp_path / "run", 5)
     folder = tmp_path / "run" / "checkpoints"
     names = [f"round-00000{t}{part}" for t in (2, 4) for part in ("-1.safetensors", ".json", ".safetensors")]
@@ -98,7 +100,7 @@ def test_memories_lie_in_several_files_where_they_are_many(tmp_path: Path, monke
 @pytest.mark.parametrize("part", ["round-000004.safetensors", "round-000004-1.safetensors", "round-000004.json"])
 def test_a_checkpoint_with_a_part_gone_is_passed_over(part: str, tmp_path: Path, monkeypatch) -> None:
     whole = fs.run(experiment())
-    monkeypatch.setattr(journal, "PART", 100_000)
+    monkeypatch.setattr(journal, "FILE_BYTES", 100_000)
     cut(experiment(), tmp_path / "run", 5)
     (tmp_path / "run" / "checkpoints" / part).unlink()
     assert Journal(tmp_path / "run").load(torch.device("cpu")).round == 2
@@ -174,7 +176,7 @@ def test_what_is_not_decided_at_a_checkpoint_is_decided_after_it(name: str, chan
 
 def test_a_checkpoint_holds_no_more_than_a_part_in_memory(tmp_path: Path, monkeypatch) -> None:
     """Of 40 memories of a megabyte, those of one file and what is made of them; they come back one file at a time."""
-    monkeypatch.setattr(journal, "PART", 4 * 2**20)
+    monkeypatch.setattr(journal, "FILE_BYTES", 4 * 2**20)
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most = 0
 

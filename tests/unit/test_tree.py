@@ -38,7 +38,7 @@ PARTS = [lambda t: t, lambda t: t["params"], lambda t: t["extra"], lambda t: {"b
 
 
 def together(entries: list[Tree]) -> bool:
-    return tree._together([[v for _, v in tree.leaves(e) if v.is_floating_point()] for e in entries]) is not None
+    return tree._joined_rows([[v for _, v in tree.leaves(e) if v.is_floating_point()] for e in entries]) is not None
 
 
 def test_rows_are_the_entries() -> None:

@@ -74,18 +74,18 @@ def _parser(methods: dict[str, type[Method]]) -> flags.Parser:
 
 def costs(argv: Sequence[str]) -> None:
     """`fedstill costs`."""
-    given, words = _parser(METHODS).read(argv)
-    if "help" in given:
+    flag_values, words = _parser(METHODS).read(argv)
+    if "help" in flag_values:
         _parser({name: METHODS[name] for name in words if name in METHODS} or METHODS).print_help()
         return
     if not words:
         right = f"one or more methods {nearest('', METHODS)}, or all: fedstill costs METHOD…"
         raise InputError("method", Shown("nothing"), right)
     chosen = METHODS if "all" in words else {name: get(name) for name in words}
-    options = Options(**flags.take(Options, given))
-    given = {name: value for name, value in given.items() if name != "time"}
-    with flags.named(given):
-        job = plan([cls() for cls in chosen.values()], Experiment(rounds=ROUNDS), given, "costs")
+    options = Options(**flags.take(Options, flag_values))
+    flag_values = {name: value for name, value in flag_values.items() if name != "time"}
+    with flags.named(flag_values):
+        job = plan([cls() for cls in chosen.values()], Experiment(rounds=ROUNDS), flag_values, "costs")
         _measure(job.experiments, options.time)
 
 
@@ -94,9 +94,11 @@ def _measure(experiments: dict[str, Experiment], timed: bool) -> None:
     first = next(iter(experiments.values()))
     federation = prepare.federation_of(first)
     experiments = {label: dataclasses.replace(e, eval_every=e.rounds) for label, e in experiments.items()}
-    few = dataclasses.replace(federation, clients=tuple(map(_few, federation.clients)), test=None, external=None)
+    reduced = dataclasses.replace(
+        federation, clients=tuple(map(_reduced, federation.clients)), test=None, external=None
+    )
     for experiment in experiments.values():
-        prepare.from_experiment(experiment, few)  # every refusal comes before the first round
+        prepare.from_experiment(experiment, reduced)  # every refusal comes before the first round
     sizes = tuple(len(client.y_train) for client in federation.clients)
     costs = {}
     with watch(list(experiments), first.rounds) as progress:
@@ -106,7 +108,7 @@ def _measure(experiments: dict[str, Experiment], timed: bool) -> None:
             def step(record: Record, label: str = label) -> None:
                 progress.step(label, 0, {"round": record["round"]})  # without accuracies
 
-            costs[label] = _train(experiment, federation, step) if timed else _count(experiment, few, sizes, step)
+            costs[label] = _train(experiment, federation, step) if timed else _count(experiment, reduced, sizes, step)
     as_published = published.applies(first, federation.shape, federation.classes)
     if timed:
         _print(_times(costs, as_published), _time_notes(first, as_published))
@@ -132,20 +134,20 @@ def _train(experiment: Experiment, federation: Federation, progress: Progress) -
     return _with_bytes(run.cost, run.history[-1])
 
 
-def _count(experiment: Experiment, few: Federation, sizes: tuple[int, ...], progress: Progress) -> Cost:
+def _count(experiment: Experiment, reduced: Federation, sizes: tuple[int, ...], progress: Progress) -> Cost:
     """Return the cost without times: messages from rounds of two clients with two samples each, work from the real sizes."""
-    two = 2 / len(few) if len(few) > 2 else 1.0
+    two = 2 / len(reduced) if len(reduced) > 2 else 1.0
     small = dataclasses.replace(
         experiment, participation=two, epochs=1, engine="one", minimum=1, buffer=0, personal_cap=experiment.personal_cap or 1
     )  # fmt: skip
-    run = simulation.run(small, federation=few, progress=progress)
+    run = simulation.run(small, federation=reduced, progress=progress)
     bench = run.trainer.bench
     task = dataclasses.replace(bench.task, epochs=experiment.epochs)
     sized = Only(dataclasses.replace(bench.data.train, sizes=sizes))
     return _with_bytes(accounting.cost(run, dataclasses.replace(bench, task=task, data=sized)), run.history[-1])
 
 
-def _few(client: Client) -> Client:
+def _reduced(client: Client) -> Client:
     """Return a client with two samples for training and two for testing, all zeros, with which nothing diverges."""
     cut = {name: None if values is None else values[:2] for name, values in vars(client).items()}
     zeros = {name: torch.zeros_like(values) for name, values in cut.items() if values is not None and name[0] == "x"}
@@ -180,8 +182,8 @@ def _time_notes(experiment: Experiment, as_published: bool) -> list[str]:
         "communication: messages turned into bytes and back in this process, no network; client: all participants' work, "
         "however it is spread over cores or stacked; server: sampling, sending, merging",
     ]
-    more = "the paper's times are those of its machines; only the shares and the order can be compared"
-    return [*notes, more] if as_published else notes
+    times_note = "the paper's times are those of its machines; only the shares and the order can be compared"
+    return [*notes, times_note] if as_published else notes
 
 
 def _amounts(costs: dict[str, Cost], as_published: bool) -> Columns:

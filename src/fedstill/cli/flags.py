@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
     def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """Return the flags' texts by field, and the words; refuse an unknown flag and suggest the nearest one."""
         try:
-            given, words = self.parse_known_args(list(argv))
+            flag_values, words = self.parse_known_args(list(argv))
         except argparse.ArgumentError as error:
             action = next(a for a in self._actions if "/".join(a.option_strings) == error.argument_name)
             if "ignored" in error.message:
@@ -84,7 +84,7 @@ class Parser(argparse.ArgumentParser):
         for word in words:
             if word.startswith("-"):
                 raise self._unknown(word.partition("=")[0])
-        return vars(given), words
+        return vars(flag_values), words
 
     def _unknown(self, word: str) -> InputError:
         """Return the error for an unknown flag."""
@@ -122,8 +122,8 @@ def add_methods(parser: Parser, methods: Mapping[str, type[Method]], beside: typ
             owners.setdefault(field.name, []).append(cls)
     both = {f.name: f for f in settings.fields_of(beside) if 0 < len(owners.get(f.name, ())) < len(methods)}
     for name, field in both.items():
-        theirs = [f"{cls.id}'s own: {_describe_of(cls, name)}" for cls in owners.pop(name)]
-        help = "; ".join([describe(field), *theirs])
+        descriptions = [f"{cls.id}'s own: {_describe_of(cls, name)}" for cls in owners.pop(name)]
+        help = "; ".join([describe(field), *descriptions])
         _add_field(parser, _group(parser, field.metadata["group"]), beside, field, help)
     shared = {name: classes for name, classes in owners.items() if len(classes) > 1}
     if shared:
@@ -144,15 +144,17 @@ def plain(parser: Parser, group: argparse._ArgumentGroup, name: str, help: str, 
     parser.takes[name] = takes
 
 
-def take(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of those given flags that are fields of a settings class, in the fields' types."""
+def take(cls: type, flag_values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of those flags that are fields of a settings class, in the fields' types."""
     types = settings.types_of(cls)
-    return {f.name: _typed(f, types[f.name], given[f.name]) for f in settings.fields_of(cls) if f.name in given}
+    return {
+        f.name: _typed(f, types[f.name], flag_values[f.name]) for f in settings.fields_of(cls) if f.name in flag_values
+    }
 
 
-def whole_number(given: Mapping[str, Any], name: str, default: int, least: int = 1) -> int:
+def whole_number(flag_values: Mapping[str, Any], name: str, default: int, least: int = 1) -> int:
     """Return the value of a plain flag that takes a whole number."""
-    text = given.get(name, str(default))
+    text = flag_values.get(name, str(default))
     try:
         value = int(text)
     except ValueError:
@@ -163,12 +165,12 @@ def whole_number(given: Mapping[str, Any], name: str, default: int, least: int =
 
 
 @contextmanager
-def named(given: Mapping[str, Any]) -> Iterator[None]:
+def named(flag_values: Mapping[str, Any]) -> Iterator[None]:
     """Within, an error about a field that a flag set names the flag."""
     try:
         yield
     except InputError as error:
-        if error.field in given:
+        if error.field in flag_values:
             raise InputError(flag(error.field), error.value, error.right) from None
         raise
 
@@ -255,19 +257,19 @@ def _takes(field: dataclasses.Field[Any], annotation: Any) -> str:
     return " ".join(text for text in (settings.kind(annotation), settings.limits(field.metadata)) if text)
 
 
-def _typed(field: dataclasses.Field[Any], annotation: Any, given: Any) -> Any:
+def _typed(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
     """Return a flag's text in the field's type; the settings class itself checks the limits."""
     if annotation is bool:
-        return given  # argparse has made True of --x and False of --no-x
+        return value  # argparse has made True of --x and False of --no-x
     if get_origin(annotation) is tuple:
-        return tuple(_typed(field, get_args(annotation)[0], item) for item in given)
+        return tuple(_typed(field, get_args(annotation)[0], item) for item in value)
     if get_origin(annotation) is Literal:
-        options = {str(value): value for value in get_args(annotation)}
-        if given not in options:
-            raise InputError(flag(field.name), given, nearest(given, options))
-        return options[given]
+        options = {str(choice): choice for choice in get_args(annotation)}
+        if value not in options:
+            raise InputError(flag(field.name), value, nearest(value, options))
+        return options[value]
     make: Callable[[str], Any] = annotation
     try:
-        return make(given)
+        return make(value)
     except ValueError:
-        raise InputError(flag(field.name), given, _takes(field, annotation)) from None
+        raise InputError(flag(field.name), value, _takes(field, annotation)) from None

@@ -26,7 +26,7 @@ FILES = (  # what a run writes into its folder
 
 
 def is_demo(out: Path) -> bool:
-    """Whether this folder is an earlier demo, which may be replaced; refuse a folder that holds anything else."""
+    """Return whether this folder is an earlier demo, which may be replaced; refuse a folder with any other contents."""
     if not out.is_dir() or not any(out.iterdir()):
         return False
     try:
@@ -51,7 +51,7 @@ def _patterns(methods: Sequence[str]) -> list[str]:
 
 
 def _belongs(entry: Path, out: Path, patterns: Sequence[str]) -> bool:
-    """Whether a file or folder is one that a demo makes; a link never is."""
+    """Return whether a demo makes such a file or folder; False for links."""
     if entry.is_symlink():
         return False
     name = entry.relative_to(out).as_posix()
@@ -61,7 +61,7 @@ def _belongs(entry: Path, out: Path, patterns: Sequence[str]) -> bool:
 
 
 def _match(name: str, pattern: str) -> bool:
-    """Whether a path matches a pattern folder by folder, so that * does not reach into a folder."""
+    """Return whether a path matches a pattern folder by folder, so that * does not reach into a folder."""
     names, patterns = name.split("/"), pattern.split("/")
     return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
 

@@ -39,7 +39,7 @@ class Job:
     seeds: int
     out: Path | None
     command: str = "run"
-    given: tuple[str, ...] = ()  # the fields that flags set
+    explicit: tuple[str, ...] = ()  # the fields that flags set
 
     @property
     def first(self) -> Experiment:
@@ -79,7 +79,7 @@ class Results:
             self.folders.setdefault(label, []).append(folder)
 
 
-def plan(methods: Sequence[Method], base: Experiment, given: Mapping[str, Any], command: str) -> Job:
+def plan(methods: Sequence[Method], base: Experiment, flag_values: Mapping[str, Any], command: str) -> Job:
     """Return the job that flags make of a base experiment; refuse a flag that none of the methods has."""
     owners: dict[str, list[str]] = {}
     for cls in METHODS.values():
@@ -87,20 +87,20 @@ def plan(methods: Sequence[Method], base: Experiment, given: Mapping[str, Any], 
             owners.setdefault(field.name, []).append(cls.id)
     chosen = [method.id for method in methods]
     common = {field.name for field in settings.fields_of(Experiment)}
-    for name in given:
+    for name in flag_values:
         if name in owners and name not in common and not set(owners[name]) & set(chosen):
             right = f"left out for {', '.join(chosen)}: it is a flag of {', '.join(owners[name])}"
             raise InputError("flag", Shown(flags.flag(name)), right)
-    if given.get("out") == "":
+    if flag_values.get("out") == "":
         raise InputError("--out", "", "a folder")
-    seeds = flags.whole_number(given, "seeds", 1)
+    seeds = flags.whole_number(flag_values, "seeds", 1)
     experiments = {}
     for method in methods:  # a flag that a method has as its own is the method's, elsewhere the experiment's
-        own = flags.take(type(method), given)
-        values = flags.take(Experiment, {name: value for name, value in given.items() if name not in own})
+        own = flags.take(type(method), flag_values)
+        values = flags.take(Experiment, {name: value for name, value in flag_values.items() if name not in own})
         experiments[method.id] = dataclasses.replace(base, **values, method=dataclasses.replace(method, **own))
-    out = Path(given["out"]) if "out" in given else None
-    return Job(experiments, seeds, out, command, tuple(given))
+    out = Path(flag_values["out"]) if "out" in flag_values else None
+    return Job(experiments, seeds, out, command, tuple(flag_values))
 
 
 def execute(job: Job) -> None:
@@ -133,10 +133,10 @@ def _check(job: Job, federation: Federation) -> tuple[list[str], list[str]]:
         if ready.trainer.name == "stacked":
             stacked.append(label)
         method, task = experiment.method, ready.trainer.bench.task
-        given = [name for name in job.given if name not in settings.values_of(method)]
-        for pair in experiment.without_effect(given):
+        names = [name for name in job.explicit if name not in settings.values_of(method)]
+        for pair in experiment.without_effect(names):
             unused.setdefault(pair, []).append(label)
-        for name, reason in local_work.without_effect(method, task, ready.training, job.given):
+        for name, reason in local_work.without_effect(method, task, ready.training, job.explicit):
             unused[name, reason] = list(job.experiments)  # the reason names the method
     lines = []
     for (name, reason), labels in unused.items():

@@ -129,10 +129,10 @@ def _show(argv: Sequence[str]) -> None:
     read = _read(parser, argv, 0)
     if read is None:
         return
-    given, _ = read
-    out = picture(given["out"]) if "out" in given else None
-    with flags.named(given):
-        experiment = Experiment(**flags.take(Experiment, given))
+    flag_values, _ = read
+    out = picture(flag_values["out"]) if "out" in flag_values else None
+    with flags.named(flag_values):
+        experiment = Experiment(**flags.take(Experiment, flag_values))
         federation = prepare.federation_of(experiment)
     counts = federation.counts()
     screen.holdings(counts)
@@ -160,10 +160,10 @@ def picture(text: str) -> Path:
 
 def _read(parser: flags.Parser, argv: Sequence[str], most: int) -> tuple[dict[str, Any], list[str]] | None:
     """Return the flags and at most `most` words of a command line, or print help and return None."""
-    given, words = parser.read(argv)
-    if "help" in given:
+    flag_values, words = parser.read(argv)
+    if "help" in flag_values:
         parser.print_help()
         return None
     if len(words) > most:
         raise InputError("argument", words[most], f"left out ('fedstill {parser.command} --help')")
-    return given, words
+    return flag_values, words

@@ -17,7 +17,7 @@ GROUPS = ("local training", "server")  # whose fields may be swept, besides the 
 SWITCH = {"on": True, "true": True, "off": False, "false": False}
 
 
-def plan_sweep(base: Experiment, text: str, given: Mapping[str, Any]) -> Job:
+def plan_sweep(base: Experiment, text: str, flag_values: Mapping[str, Any]) -> Job:
     """Return the job that FIELD=VALUE,VALUE… and flags make of a base experiment."""
     word, _, listed = text.partition("=")
     name, values = word.replace("-", "_"), [value.strip() for value in listed.split(",")]
@@ -33,12 +33,12 @@ def plan_sweep(base: Experiment, text: str, given: Mapping[str, Any]) -> Job:
         raise InputError("field", word, f"a field of {method.id} or of local training: {nearest(name, types)}")
     if len(values) < 2 or not all(values) or not listed.isascii():
         raise InputError(word, listed, f"two or more values, such as {word}={_example(types[name])}")
-    if name in given:
-        raise InputError(flags.flag(name), given[name], f"left out: {word} is what is swept")
+    if name in flag_values:
+        raise InputError(flags.flag(name), flag_values[name], f"left out: {word} is what is swept")
     experiments = {}
     for value, parsed in zip(values, _switched(word, values) if types[name] is bool else values, strict=True):
-        with flags.named({**given, name: parsed}):
-            job = plan([base.method], base, {**given, name: parsed}, SWEEP)
+        with flags.named({**flag_values, name: parsed}):
+            job = plan([base.method], base, {**flag_values, name: parsed}, SWEEP)
         experiments[f"{name}={value}"] = job.first
     equal = any(a == b for a, b in itertools.combinations(experiments.values(), 2))
     if equal or len(experiments) < len(values):

@@ -39,8 +39,8 @@ def timeline(argv: Sequence[str]) -> None:
     flags.plain(
         parser, group, "out", "the picture's file [default RUN/timeline.png]", "FILE.png", "a file that ends in .png"
     )
-    given, words = parser.read(argv)
-    if "help" in given:
+    flag_values, words = parser.read(argv)
+    if "help" in flag_values:
         parser.print_help()
         return
     if not words or len(set(words)) < len(words):
@@ -49,13 +49,13 @@ def timeline(argv: Sequence[str]) -> None:
         )
     paths = [Path(word) for word in words]
     runs = [_read(path) for path in paths]  # all, before anything is printed
-    shown = [_select(given["rounds"], lines) if "rounds" in given else lines[:FIRST] for lines, _ in runs]
-    out = picture(given["out"]) if "out" in given else paths[0] / "timeline.png"
+    shown = [_select(flag_values["rounds"], lines) if "rounds" in flag_values else lines[:FIRST] for lines, _ in runs]
+    out = picture(flag_values["out"]) if "out" in flag_values else paths[0] / "timeline.png"
     panels: dict[str, Sequence[report.Line]] = {}
     for path, (lines, values), selected in zip(paths, runs, shown, strict=True):
         if len(paths) > 1:
             say(f"{path}:")
-        summed = selected if "rounds" in given else lines
+        summed = selected if "rounds" in flag_values else lines
         for text in report.summary(summed, values["late"], values.get("mode", "sync")):
             say(text)
         abandoned = [record["round"] for record in Journal(path).history() if record.get("abandoned")]

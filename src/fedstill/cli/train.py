@@ -18,7 +18,7 @@ from .live import watch
 from .screen import results, say
 from .sweep import plan_sweep
 
-FEW = ("local", "fedavg", "fedrep", "pfedsd")  # what the demo compares, and a comparison without names
+DEFAULT_METHODS = ("local", "fedavg", "fedrep", "pfedsd")  # what the demo compares, and a comparison without names
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Usage:
     def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]] | None:
         """Return the flags and words of a command line, or print help (of the methods named in it) and return None."""
         parser = self.parser(self.methods)
-        given, words = parser.read(argv)
-        if "help" not in given:
-            return given, words
+        flag_values, words = parser.read(argv)
+        if "help" not in flag_values:
+            return flag_values, words
         named = tuple(word for word in words if word in self.methods)
         (self.parser(named) if named else parser).print_help()
         return None
@@ -73,7 +73,7 @@ COMPARE = Usage(
     "compare",
     "[METHOD…]",
     "Run several methods on the same data, partition and model, and set them side by side. METHOD 'all' is every "
-    f"method; none means {' '.join(FEW)}. A method's own flags go to the methods that have them. "
+    f"method; none means {' '.join(DEFAULT_METHODS)}. A method's own flags go to the methods that have them. "
     "With --out: a folder for each run, summary.json and figure.png.",
     (
         "fedstill compare local fedavg pfedsd",
@@ -96,11 +96,11 @@ SWEEP = Usage(
 DEMO = Usage(
     "demo",
     "",
-    f"Compare {', '.join(FEW)} on 1,797 handwritten digits, divided unevenly among 20 clients. "
+    f"Compare {', '.join(DEFAULT_METHODS)} on 1,797 handwritten digits, divided unevenly among 20 clients. "
     "Nothing is downloaded. Writes the runs, summary.json and figure.png into --out, in place of an earlier demo.",
     ("fedstill demo", "fedstill demo --rounds 10 --out /tmp/demo"),
     out="fedstill-demo",
-    methods=FEW,
+    methods=DEFAULT_METHODS,
 )
 
 
@@ -109,7 +109,7 @@ def run(argv: Sequence[str]) -> None:
     line = RUN.read(argv)
     if line is None:
         return
-    given, words = line
+    flag_values, words = line
     if not words:
         raise InputError(
             "method", Shown("nothing"), f"a method {nearest('', METHODS)} or a TOML file: fedstill run METHOD"
@@ -117,8 +117,8 @@ def run(argv: Sequence[str]) -> None:
     if len(words) > 1:
         raise InputError("argument", words[1], "left out: 'fedstill compare' runs several methods")
     base = _base(words[0])
-    with flags.named(given):
-        execute(plan([base.method], base, given, "run"))
+    with flags.named(flag_values):
+        execute(plan([base.method], base, flag_values, "run"))
 
 
 def _base(name: str) -> Experiment:
@@ -133,12 +133,12 @@ def compare(argv: Sequence[str]) -> None:
     line = COMPARE.read(argv)
     if line is None:
         return
-    given, words = line
-    chosen = {name: get(name) for name in (words or FEW) if name != "all"}
+    flag_values, words = line
+    chosen = {name: get(name) for name in (words or DEFAULT_METHODS) if name != "all"}
     if "all" in words:
         chosen = METHODS
-    with flags.named(given):
-        execute(plan([cls() for cls in chosen.values()], Experiment(), given, "compare"))
+    with flags.named(flag_values):
+        execute(plan([cls() for cls in chosen.values()], Experiment(), flag_values, "compare"))
 
 
 def sweep(argv: Sequence[str]) -> None:
@@ -146,15 +146,15 @@ def sweep(argv: Sequence[str]) -> None:
     line = SWEEP.read(argv)
     if line is None:
         return
-    given, words = line
+    flag_values, words = line
     if len(words) != 2:
         raise InputError(
             "arguments",
             Shown(" ".join(words) or "nothing"),
             "a method and a field: fedstill sweep pfedsd lam=0.1,0.5,1",
         )
-    sweeping = plan_sweep(_base(words[0]), words[1], given)
-    with flags.named(dict.fromkeys(sweeping.given)):
+    sweeping = plan_sweep(_base(words[0]), words[1], flag_values)
+    with flags.named(dict.fromkeys(sweeping.explicit)):
         execute(sweeping)
 
 
@@ -163,12 +163,12 @@ def demo(argv: Sequence[str]) -> None:
     line = DEMO.read(argv)
     if line is None:
         return
-    given, words = line
+    flag_values, words = line
     if words:
         raise InputError("argument", words[0], "left out: 'fedstill compare METHOD…' runs other methods")
-    given.setdefault("out", DEMO.out)
-    with flags.named(given):
-        execute(plan([get(name)() for name in FEW], Experiment(), given, folders.DEMO))
+    flag_values.setdefault("out", DEMO.out)
+    with flags.named(flag_values):
+        execute(plan([get(name)() for name in DEFAULT_METHODS], Experiment(), flag_values, folders.DEMO))
 
 
 def resume(argv: Sequence[str]) -> None:
@@ -180,8 +180,8 @@ def resume(argv: Sequence[str]) -> None:
         "FOLDER",
         ("fedstill resume runs/fedprox", "fedstill resume runs/all/pfedsd/seed-0"),
     )
-    given, words = parser.read(argv)
-    if "help" in given:
+    flag_values, words = parser.read(argv)
+    if "help" in flag_values:
         parser.print_help()
         return
     if len(words) != 1:

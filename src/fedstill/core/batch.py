@@ -1,4 +1,4 @@
-"""A batch as a loss sees it, and one client's own data as a method may ask for it."""
+"""The batch that a loss function takes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 class Batch:
     """A few samples of one client.
 
-    `mask` is 1 for a real sample and 0 for padding, or None where there is no padding. `index` says which of the
-    client's samples these are (so that something computed once per round can be looked up). `key` makes this step's
-    randomness: drawn from (seed, round, client, step).
+    `mask` is 1 for a real sample and 0 for padding, or None without padding. `index` holds the samples' positions in the client's
+    data, to look up values computed once per round. `key` seeds the step's randomness; it is drawn from (seed, round, client,
+    step).
     """
 
     x: Tensor

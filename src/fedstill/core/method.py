@@ -59,7 +59,9 @@ class Method:
     trains_generic: ClassVar[bool] = True
     """Whether the generic model as a whole is trained; where not, the mean of the personal models can be scored in its place."""
     needs_head: ClassVar[bool] = False
-    averages: ClassVar[bool] = False  # whether `merge` puts a plain mean into "params", which a server rule may follow
+    averages: ClassVar[bool] = (
+        False  # whether `merge` puts a plain mean into "params", which a server optimizer may follow
+    )
     personal_passes: ClassVar[float] = 0.0
     """Where `step` trains two models: passes over the data for the personal one, which nothing that goes up depends on, for each
     pass for the other."""
@@ -77,10 +79,10 @@ class Method:
     reply (it was late, dropped or refused). All other entries are the client's own and stay."""
 
     def __init_subclass__(cls) -> None:
-        """Withdraw the promises of a class that overrides the hooks they speak of; refuse a field that would hide a hook.
+        """Clear flags that describe an overridden hook; refuse a field that would hide a hook.
 
-        `averages` speaks of `merge`, `wait_free` and `personal_passes` of what a client does in a round. A class that overrides
-        these, be it by a mixin, must promise again. `plain_loss` speaks of the objective.
+        `averages` describes `merge`; `wait_free` and `personal_passes` describe a client's round; `plain_loss` describes the
+        objective. Overriding a hook, also by a mixin, clears the flags that describe it; restate them.
         """
         if _differs(cls, "averages", "merge"):
             cls.averages = False
@@ -164,7 +166,7 @@ class Method:
         return NotImplementedError(f"{type(self).__name__} has no {hook}(): derive from FedAvg, or write it")
 
 
-def _differs(cls: type, promise: str, *hooks: str) -> bool:
-    """Return whether one of the hooks is not that of the class which last made or withdrew the promise."""
-    maker = next(kind for kind in cls.__mro__ if promise in vars(kind))
-    return any(inspect.getattr_static(cls, hook) is not inspect.getattr_static(maker, hook) for hook in hooks)
+def _differs(cls: type, flag: str, *hooks: str) -> bool:
+    """Return whether a hook differs from that of the class which last set the flag."""
+    setter = next(kind for kind in cls.__mro__ if flag in vars(kind))
+    return any(inspect.getattr_static(cls, hook) is not inspect.getattr_static(setter, hook) for hook in hooks)

@@ -1,8 +1,8 @@
-"""Who trains in round t, and on which batches: drawn from (seed, round, client) alone.
+"""Draws the clients of a round and their batches from (seed, round, client) alone.
 
-Randomness is a counter-based hash (SplitMix64's finaliser on the host; a 32-bit avalanche on the device, for dropout),
-written here in a few lines instead of taken from a library's generator. So a draw depends on nothing but its key: not on
-the order of calls, the engine, the device, the number of workers, nor on the version of numpy or torch.
+Randomness is a counter-based hash (SplitMix64's finaliser on the host; a 32-bit avalanche on the device, for dropout), written
+here instead of taken from a library's generator. So a draw depends only on its key: not on the order of calls, the engine, the
+device, the number of workers, nor the version of numpy or torch.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .tree import put
 
 _WORD = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
-COHORT, BATCHES, STEP, METHOD = 1, 2, 3, 4  # what a draw is for; keeps the streams apart
-DEVICE, PRESENT, DROP, MONITOR = 5, 6, 7, 8  # the same, of simulated time
+COHORT, BATCHES, STEP, METHOD = 1, 2, 3, 4  # purposes of draws: separate streams
+DEVICE, PRESENT, DROP, MONITOR = 5, 6, 7, 8  # purposes in simulated time
 DRAWS = 1 << 16  # a method's own draws from a step's key are numbered from here on, after every layer's dropout
 
 
 def key(*words: int) -> int:
-    """Return one 64-bit key from several words; every word and its position matter."""
+    """Hash several words to one 64-bit key; every word and its position matter."""
     h = _GAMMA
     for word in words:
         h = _mix((h + _GAMMA) ^ (word & _WORD))
@@ -33,6 +33,7 @@ def key(*words: int) -> int:
 
 
 def _mix(h: int) -> int:
+    """Apply SplitMix64's finaliser."""
     h &= _WORD
     h = ((h ^ (h >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     h = ((h ^ (h >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -48,7 +49,7 @@ def bits(k: int, n: int) -> NDArray[np.uint64]:
 
 
 def keys(*words: int | NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return `key` for arrays of words, which are broadcast against one another."""
+    """Return `key` for arrays of words, which are broadcast against each other."""
     h: NDArray[np.uint64] = np.asarray([_GAMMA], dtype=np.uint64)
     for word in words:
         array = word if isinstance(word, np.ndarray) else np.asarray([word & _WORD], dtype=np.uint64)
@@ -68,15 +69,17 @@ def tensor_bits(k: Tensor, n: int) -> Tensor:
 
 
 def _signed(word: int) -> int:
+    """Return the int64 with the bits of an unsigned 64-bit word."""
     return word - (1 << 64) if word >> 63 else word
 
 
 def _shift(h: Tensor, by: int) -> Tensor:
-    """Shift to the right, filling with zeros."""
+    """Shift right, filling with zeros."""
     return (h >> by) & ((1 << (64 - by)) - 1)
 
 
 def _on(words: NDArray[np.uint64], device: torch.device) -> Tensor:
+    """Copy 64-bit words to the device, as int64."""
     return put(words.view(np.int64), device)
 
 
@@ -84,8 +87,8 @@ def _on(words: NDArray[np.uint64], device: torch.device) -> Tensor:
 class Tables:
     """A phase's batches of several clients: a sample for each step, client and position in the batch.
 
-    `index` counts among the client's own samples; it is 0 where `real` is false. `key` makes a step's randomness. Clients that
-    have fewer steps than others have no real sample in the rest.
+    `index` is a position in the client's own data; it is 0 where `real` is false. `key` seeds a step's randomness. Clients with
+    fewer steps than others have no real samples in the remaining steps.
     """
 
     index: Tensor  # [steps, clients, width]
@@ -106,19 +109,19 @@ def tables(
     """Return the batches that `Plan.order` and `Plan.step_keys` give client by client, drawn and sorted on the device."""
     seed, client = (np.asarray(words, dtype=np.uint64)[:, None] for words in (seeds, clients))
     epoch = np.arange(epochs, dtype=np.uint64)[None, :]
-    most = max(samples)
+    longest = max(samples)
     n = put(samples, device)
-    drawn = tensor_bits(_on(keys(seed, BATCHES, round, client, epoch), device), most) ^ -(1 << 63)  # unsigned order
-    beyond = torch.arange(most, device=device) >= n[:, None, None]
-    order = drawn.masked_fill_(beyond, (1 << 63) - 1).sort(dim=-1, stable=True).indices
+    drawn = tensor_bits(_on(keys(seed, BATCHES, round, client, epoch), device), longest) ^ -(1 << 63)  # unsigned order
+    padding = torch.arange(longest, device=device) >= n[:, None, None]
+    order = drawn.masked_fill_(padding, (1 << 63) - 1).sort(dim=-1, stable=True).indices
     size = n.clamp(max=batch_size)
-    a_pass = (n + size - 1) // size
+    per_epoch = (n + size - 1) // size
     step = torch.arange(int(epochs * max(-(-m // min(batch_size, m)) for m in samples)), device=device).unsqueeze(1)
-    place = (step % a_pass * size).unsqueeze(2) + torch.arange(width, device=device)
+    place = (step % per_epoch * size).unsqueeze(2) + torch.arange(width, device=device)
     real = (torch.arange(width, device=device) < size[:, None]) & (place < n[:, None])
-    real &= (step < epochs * a_pass).unsqueeze(2)
+    real &= (step < epochs * per_epoch).unsqueeze(2)
     row = torch.arange(len(samples), device=device)[:, None]
-    index = order[row, (step // a_pass).clamp(max=epochs - 1).unsqueeze(2), place.clamp(max=most - 1)]
+    index = order[row, (step // per_epoch).clamp(max=epochs - 1).unsqueeze(2), place.clamp(max=longest - 1)]
     key = _shift(tensor_bits(_on(keys(seed, STEP, round, client), device).squeeze(1), len(step)), 33).T
     return Tables(torch.where(real, index, 0), real, key)
 
@@ -149,7 +152,7 @@ def _avalanche(h: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """Every random choice of a run."""
+    """The random choices of a run."""
 
     seed: int
     batch_size: int
@@ -161,7 +164,7 @@ class Plan:
         return sorted(int(k) for k in ids[np.argsort(ranks, kind="stable")[:count]])
 
     def order(self, round: int, client: int, samples: int, epoch: int) -> NDArray[np.int64]:
-        """Return the order in which a client's samples are visited in one epoch; every sample once."""
+        """Return the order in which an epoch visits a client's samples, each once."""
         return permutation(key(self.seed, BATCHES, round, client, epoch), samples)
 
     def steps(self, samples: int, epochs: int) -> int:
@@ -187,7 +190,7 @@ class Plan:
         return tables([self.seed] * len(clients), self.batch_size, round, clients, samples, epochs, width, device)
 
     def step_keys(self, round: int, client: int, steps: int) -> NDArray[np.int64]:
-        """Return the keys of a phase's dropout masks, one for each step (31 bits, so that they fit any integer tensor)."""
+        """Return the keys of a phase's dropout masks, one for each step (31 bits, to fit any integer tensor)."""
         return (bits(key(self.seed, STEP, round, client), steps) >> np.uint64(33)).astype(np.int64)
 
 
@@ -200,20 +203,20 @@ class JointPlan:
 
     @property
     def batch_size(self) -> int:
-        """Samples a step, the same in all runs."""
+        """Samples per step, equal in all runs."""
         return self.plans[0].batch_size
 
     def steps(self, samples: int, epochs: int) -> int:
-        """Return how many SGD steps so many samples and epochs are."""
+        """Return the number of SGD steps; partial batches count."""
         return self.plans[0].steps(samples, epochs)
 
     def order(self, round: int, slot: int, samples: int, epoch: int) -> NDArray[np.int64]:
-        """Return the order in which a client's samples are visited in one epoch."""
+        """Return the order in which an epoch visits a client's samples, each once."""
         run, client = divmod(slot, self.clients)
         return self.plans[run].order(round, client, samples, epoch)
 
     def step_keys(self, round: int, slot: int, steps: int) -> NDArray[np.int64]:
-        """Return the keys of a phase's dropout masks, one a step."""
+        """Return the keys of a phase's dropout masks, one for each step."""
         run, client = divmod(slot, self.clients)
         return self.plans[run].step_keys(round, client, steps)
 
@@ -235,7 +238,7 @@ def ragged_tables(
     width: int,
     device: torch.device,
 ) -> Tables:
-    """Return the batches of clients that take any number of steps each, the first most; as many epochs as each needs."""
+    """Return the batches of clients with `steps` steps each, in descending order; each client takes the epochs that it needs."""
     shape = (steps[0], len(clients))
     index, key = np.full((*shape, width), -1, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     for row, (client, n, count) in enumerate(zip(clients, samples, steps, strict=True)):
@@ -245,5 +248,5 @@ def ragged_tables(
             order[:n] = plan.order(round, client, n, epoch)
         index[:count, row, :size] = orders.reshape(-1, size)[:count]
         key[:count, row] = plan.step_keys(round, client, count)
-    places = put(index, device)
-    return Tables(places.clamp(min=0), places >= 0, put(key, device))
+    positions = put(index, device)
+    return Tables(positions.clamp(min=0), positions >= 0, put(key, device))

@@ -94,9 +94,9 @@ class Group:
         """
         return {}
 
-    def without_effect(self, given: Collection[str]) -> list[tuple[str, str]]:
-        """Return (field, reason) for each given field that has no effect."""
-        return [(name, reason) for name, reason in self.unused().items() if name in given]
+    def without_effect(self, names: Collection[str]) -> list[tuple[str, str]]:
+        """Return (field, reason) for each of these fields that has no effect."""
+        return [(name, reason) for name, reason in self.unused().items() if name in names]
 
     def require_defaults(self, names: Collection[str], reason: str) -> None:
         """Refuse the first of these fields whose value is not its default."""
@@ -150,7 +150,7 @@ def _float(value: numbers.Real) -> float:
 
 
 def _within(value: float, metadata: Mapping[str, Any]) -> bool:
-    """Whether a number is finite and within its field's limits."""
+    """Return whether a number is finite and within its field's limits."""
     least, above, most = metadata.get("least"), metadata.get("above"), metadata.get("most")
     return (
         (isinstance(value, int) or math.isfinite(value))

@@ -27,7 +27,7 @@ class Channels(Protocol):
     """A model divided by channels (see `nn.channels`)."""
 
     def both(self, p: float) -> bool:
-        """Whether every layer has private and shared channels."""
+        """Return whether every layer has private and shared channels."""
 
     def shared(self, name: str, value: Tensor, p: float) -> Tensor:
         """Return the shared part of an entry of the state, as a view."""
@@ -147,11 +147,11 @@ class Task:
         return self.here().last > 0
 
     def logits(self, params: Params, batch: Batch) -> Tensor:
-        """The model's output in training: dropout on, BatchNorm over the batch (its running statistics move)."""
+        """Return the model's output in training: dropout on, BatchNorm over the batch, which updates its running statistics."""
         return self.net(params, batch.x, train=True, key=batch.key, mask=batch.mask)
 
     def gated_logits(self, params: Params, batch: Batch, gates: Mapping[str, Tensor]) -> Tensor:
-        """Training output with some modules' inputs multiplied by gates; BatchNorm's running statistics do not move."""
+        """Return training output with modules' inputs multiplied by gates; BatchNorm's running statistics stay unchanged."""
         copies = {name: params[name].clone() for name in self.net.buffers}
         return self.net({**params, **copies}, batch.x, train=True, key=batch.key, mask=batch.mask, gates=gates)
 
@@ -161,26 +161,26 @@ class Task:
         return self.net.channels()
 
     def predict(self, params: Params, x: Tensor) -> Tensor:
-        """The model's output in evaluation, no gradient, in chunks."""
+        """Return the model's output in evaluation, without gradient, computed in chunks."""
         with torch.no_grad():
             params = {name: self.net.fast_layout(value) for name, value in params.items()}
             return torch.cat([self.net(params, part, train=False) for part in torch.split(x, CHUNK)])
 
     def local_logits(self, params: Params) -> Tensor:
-        """Evaluation output for every one of the client's own training samples; `batch.index` looks them up."""
+        """Return the evaluation output for all of the client's training samples; look entries up by `batch.index`."""
         site = self.here()
         with torch.no_grad():
             params = {name: self.net.fast_layout(value) for name, value in params.items()}
             return torch.cat([self.net(params, site.x[rows], train=False) for rows in torch.split(site.index, CHUNK)])
 
     def features(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Training output, and the head's input flattened: (logits, features)."""
+        """Return the training output and the head's input, flattened: (logits, features)."""
         taps = {name: batch.x for name in self.need_split().modules}
         logits = self.net(params, batch.x, train=True, key=batch.key, mask=batch.mask, taps=taps)
         return logits, taps[self.need_split().modules[0]].flatten(1)
 
     def head_logits(self, params: Params, features: Tensor, batch: Batch | None = None) -> Tensor:
-        """The head's output for given (flattened) features; `params` needs the head's entries.
+        """Return the head's output for flattened features; `params` needs the head's entries.
 
         In training mode with a batch's key and mask; without a batch in evaluation mode.
         """
@@ -190,7 +190,7 @@ class Task:
         return self.net.head(modules, params, features, train=train, key=key, mask=mask)
 
     def feature_size(self) -> int:
-        """How many numbers the head's input has for a sample."""
+        """Return the size of the head's flattened input for one sample."""
         first = self.need_split().modules[0]
         taps = {first: self.net.example}
         with torch.no_grad():
@@ -198,7 +198,7 @@ class Task:
         return taps[first].flatten(1).shape[1]
 
     def local_features(self, params: Params) -> Tensor:
-        """The head's input in evaluation, for every one of the client's own training samples."""
+        """Return the head's input in evaluation for all of the client's training samples."""
         site, first = self.here(), self.need_split().modules[0]
         parts = []
         with torch.no_grad():
@@ -210,9 +210,9 @@ class Task:
         return torch.cat(parts)
 
     def local_gradient(self, value: Callable[[Params, Batch], Tensor], params: Params, squared: bool = False) -> Params:
-        """The mean over the client's own training samples of ∇value, or of its square sample by sample (a Fisher diagonal).
+        """Return the mean of ∇value, or of its square (a Fisher diagonal), over the client's training samples.
 
-        `value(params, batch)` gives one number a sample; the gradient is by the trainable parameters.
+        `value(params, batch)` returns one number for each sample; the gradient is by the trainable parameters.
         """
         site = self.here()
         rest = {name: params[name] for name in params if name not in self.net.parameters}
@@ -228,18 +228,18 @@ class Task:
         positions = torch.arange(len(site.index), device=device)
         for where in torch.split(positions, SAMPLES if squared else CHUNK):
             rows = site.index[where]
-            given = (site.x[rows], site.y[rows], where, real[where])
+            inputs = (site.x[rows], site.y[rows], where, real[where])
             if squared:
                 each = vmap(grad(at), in_dims=(None, 0, 0, 0, 0))
-                grads = each(self.trainable(params), *(part.unsqueeze(1) for part in given))
+                grads = each(self.trainable(params), *(tensor.unsqueeze(1) for tensor in inputs))
                 grads = {name: g.square().sum(0) for name, g in grads.items()}
             else:
-                grads = grad(at)(self.trainable(params), *given)
+                grads = grad(at)(self.trainable(params), *inputs)
             total = {name: total[name] + grads[name] for name in total}
         return {name: value / site.samples for name, value in total.items()}
 
     def membership(self) -> Tensor:
-        """For each of the client's own training samples a row with 1 at its class and 0 elsewhere; padding has zeros alone."""
+        """Return one-hot labels of the client's training samples, one row each; padding rows are zero."""
         site = self.here()
         real = torch.arange(len(site.index), device=site.y.device) < site.samples
         classes = torch.arange(self.net.outputs, device=site.y.device)
@@ -249,7 +249,7 @@ class Task:
     def gradient(
         self, loss: Callable[[Params, Batch], Tensor], params: Params, batch: Batch
     ) -> tuple[Params, Tensor, Params]:
-        """∇loss by the trainable parameters, the loss, and the buffers as the pass leaves them; `params` is not changed."""
+        """Return (∇loss by the trainable parameters, the loss, the buffers after the pass); `params` is not changed."""
         rest = {name: params[name].detach() for name in self.net.buffers}
 
         def at(weights: Params, rest: Params) -> tuple[Tensor, Params]:
@@ -274,20 +274,20 @@ class Task:
 
     # ---- randomness --------------------------------------------------------------------------------------------------
     def uniform(self, *words: int) -> float:
-        """A number in [0, 1) from the seed, the round and these words: whoever asks, server or client, draws the same."""
+        """Draw a number in [0, 1) from the seed, the round and these words; equal at the server and at every client."""
         return (plan.key(self.seed, plan.METHOD, self.round, *words) >> 11) / 2**53
 
     def key(self, *words: int) -> Tensor:
-        """A key for `uniforms` from the seed, the round and these words."""
+        """Return a key for `uniforms` from the seed, the round and these words."""
         number = plan.key(self.seed, plan.METHOD, self.round, *words) >> 33
         return torch.tensor(number, dtype=torch.int64, device=self.net.device)
 
     def permutation(self, n: int, *words: int) -> list[int]:
-        """A random order of 0 … n−1 from the seed, the round and these words."""
+        """Return a random order of 0 … n−1 from the seed, the round and these words."""
         return [int(i) for i in plan.permutation(plan.key(self.seed, plan.METHOD, self.round, *words), n)]
 
     def uniforms(self, key: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
-        """Numbers in (0, 1) from a key, such as a batch's; `stream` tells draws from one key apart.
+        """Draw numbers in (0, 1) from a key, such as a batch's; different `stream`s give independent draws.
 
         Rows do not depend on how many there are, so padding a batch changes none of them.
         """
@@ -295,7 +295,7 @@ class Task:
         return ((bits.double() + 0.5) / 2**32).to(self.net.dtype)
 
     def redraw(self, batch: Batch, stream: int) -> Batch:
-        """As many of the client's own samples again, drawn without replacement from the batch's key."""
+        """Draw another batch of the same size from the client's samples, without replacement, by the batch's key."""
         site, device = self.here(), batch.y.device
         ranks = plan.uniform_bits(batch.key, plan.DRAWS + stream, (len(site.index),))
         real = torch.arange(len(site.index), device=device) < site.samples
@@ -304,23 +304,23 @@ class Task:
         return Batch(site.x[rows], site.y[rows], index, key, batch.mask)
 
     def trainable(self, params: Params) -> Params:
-        """The parameters that training may move, without buffers."""
+        """Return the trainable parameters, without buffers."""
         return {name: params[name] for name in self.net.parameters}
 
     def head(self, params: Params) -> Params:
-        """The head's part of a state."""
+        """Return the entries of a state that belong to the head."""
         return pick(params, self.need_split().head)
 
     def body(self, params: Params) -> Params:
-        """The body's part of a state."""
+        """Return the entries of a state that belong to the body."""
         return pick(params, self.need_split().body)
 
     def head_modules(self) -> tuple[str, ...]:
-        """The names of the head's modules; empty where the model has none."""
+        """Return the names of the head's modules; empty if the model has no head."""
         return () if self.split is None else self.split.modules
 
     def need_split(self) -> Split:
-        """The split into head and body, or a clear refusal."""
+        """Return the split into head and body; refuse a model without a known head."""
         if self.split is None:
             modules = [name for name, _ in self.net.module.named_modules() if name]
             raise InputError(
@@ -331,7 +331,7 @@ class Task:
         return self.split
 
     def here(self) -> Site:
-        """The client's own data; only hooks that run at a client may ask."""
+        """Return the client's own data; only for hooks that run at a client."""
         if self.site is None:
             raise RuntimeError("this hook runs at the server, which has no client data")
         return self.site

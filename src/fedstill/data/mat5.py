@@ -79,14 +79,14 @@ class Stream:
 
 def matrices(path: Path, names: Iterable[str]) -> dict[str, Array]:
     """Read the named variables of a MATLAB file, in MATLAB's shapes (column-major), and skip the others."""
-    wanted = set(names)
+    requested = set(names)
     arrays: dict[str, Array] = {}
     try:
         with path.open("rb") as file:
             length = file.seek(0, 2)
             file.seek(0)
             _check_header(file.read(128))
-            while wanted - arrays.keys() and file.tell() < length:
+            while requested - arrays.keys() and file.tell() < length:
                 start = file.tell() + 8
                 kind, size = _two_words(file.read(8))
                 if size > length - start:
@@ -94,7 +94,7 @@ def matrices(path: Path, names: Iterable[str]) -> dict[str, Array]:
                 if kind not in (MATRIX, COMPRESSED):
                     raise FormatError(f"of matrices (it has an element of type {kind})")
                 stream = Stream(file, size, kind == COMPRESSED)
-                name, array = _read_matrix(stream, size if kind == MATRIX else None, wanted)
+                name, array = _read_matrix(stream, size if kind == MATRIX else None, requested)
                 if array is not None:
                     arrays[name] = array
                 file.seek(start + size)
@@ -106,7 +106,7 @@ def matrices(path: Path, names: Iterable[str]) -> dict[str, Array]:
         raise wrong(path, "a MATLAB 5 file whose arrays fit into memory") from None
     except FormatError as error:
         raise wrong(path, f"a MATLAB 5 file, {error}") from None
-    if missing := sorted(wanted - arrays.keys()):
+    if missing := sorted(requested - arrays.keys()):
         raise wrong(path, f"a MATLAB 5 file that holds {' and '.join(missing)}")
     return arrays
 
@@ -126,8 +126,8 @@ def _two_words(raw: bytes) -> tuple[int, int]:
     return int.from_bytes(raw[:4], "little"), int.from_bytes(raw[4:8], "little")
 
 
-def _read_matrix(stream: Stream, size: int | None, wanted: set[str]) -> tuple[str, Array | None]:
-    """Read a matrix's name and, if it is wanted, its numbers."""
+def _read_matrix(stream: Stream, size: int | None, requested: set[str]) -> tuple[str, Array | None]:
+    """Read a matrix's name and, if it is requested, its numbers."""
     if size is None:
         kind, size = _two_words(stream.take(8))
         if kind != MATRIX:
@@ -143,7 +143,7 @@ def _read_matrix(stream: Stream, size: int | None, wanted: set[str]) -> tuple[st
     kind, raw, length = _subelement(stream, 1024)
     used += length
     name = raw.decode("ascii", "replace")
-    if name not in wanted:
+    if name not in requested:
         return name, None
     word = int.from_bytes(flags[:4], "little")
     if word & 0xFF not in CLASSES or word & COMPLEX:

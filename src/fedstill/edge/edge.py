@@ -71,7 +71,7 @@ class Edge:
         self.copies: dict[
             int, tuple[Tree, int]
         ] = {}  # wait-free: memories (and `last`) as they would be now, for scores
-        self.kept: set[int] = set()  # clients whose memory is no longer the initial one
+        self.changed: set[int] = set()  # clients whose memory is no longer the initial one
         self._tuners: dict[tuple[int, int, str], Trainer] = {}
 
     def handle(self, orders: Sequence[Order]) -> Iterator[Reply]:
@@ -122,7 +122,7 @@ class Edge:
 
     def _trained(self, slot: int, round: int) -> None:
         self.last[slot] = round
-        self.kept.add(slot)
+        self.changed.add(slot)
 
     def _received(self, order: Order) -> Params:
         """Return the downloaded model, completed by the client's own parts where the method sends only some."""
@@ -237,7 +237,7 @@ class Edge:
         """Return all that is kept for each client, nothing for one that has not begun anything."""
         for order in orders:
             slot = self.slot(order)
-            up: Tree = {"memory": self.store.read(slot)} if slot in self.kept else {}
+            up: Tree = {"memory": self.store.read(slot)} if slot in self.changed else {}
             report = {"last": float(self.last.get(slot, 0))}
             if slot in self.undecided:
                 open_ = self.undecided[slot]
@@ -256,7 +256,7 @@ class Edge:
             numbers = {name: int(value) for name, value in down["report"].items()}
             if "memory" in down:
                 self.store.put(slot, down["memory"])
-                self.kept.add(slot)
+                self.changed.add(slot)
             if numbers["last"]:
                 self.last[slot] = numbers["last"]
             if "undecided" in numbers:

@@ -1,7 +1,8 @@
-"""The System Monitor: how a device is, and whether it takes on work. A device may refuse; the round then goes on without it.
+"""The System Monitor: reads a device's status and decides whether the device accepts work. The round continues without a device
+that refuses.
 
-At a real site the numbers come from the machine (`psutil` where it is installed, else what the standard library knows); in a
-simulation they are drawn from (seed, round, client): see `timing.monitor`.
+At a real site the numbers come from the machine (`psutil` where it is installed, else the standard library); in a simulation
+they are drawn from (seed, round, client): see `timing.monitor`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Status:
-    """How a device is. Shares are between 0 and 1; what cannot be found out is as good as it can be."""
+    """Device status. Shares are between 0 and 1; unknown values assume the best case."""
 
-    battery: float = 1.0  # charge; 1 also where it hangs on the mains
+    battery: float = 1.0  # charge; 1 also on mains power
     load: float = 0.0  # share of the processor that is in use
     memory: float = 1.0  # share of the memory that is free
     network: float = float("inf")  # bytes a second; 0: no link
@@ -23,15 +24,15 @@ class Status:
 
 @dataclass(frozen=True)
 class Policy:
-    """What a device must have to take on work."""
+    """The status that a device needs to accept work."""
 
     battery: float = 0.0  # at least
     load: float = 1.0  # at most
     memory: float = 0.0  # at least
-    network: float = 0.0  # more than this
+    network: float = 0.0  # bytes a second, more than this
 
     def refusal(self, status: Status) -> str | None:
-        """Why the device refuses; None: it accepts."""
+        """Return the reason for which the device refuses work; None if it accepts."""
         if status.battery < self.battery:
             return f"battery at {status.battery:.0%}, below {self.battery:.0%}"
         if status.load > self.load:
@@ -44,25 +45,25 @@ class Policy:
 
 
 class Monitor(Protocol):
-    """Answers for the devices behind a controller."""
+    """Decides for the devices behind a controller whether they accept work."""
 
     def refusal(self, round: int, client: int) -> str | None:
-        """Why this client refuses to work in this round; None: it accepts."""
+        """Return the reason for which a client refuses to work in a round; None if it accepts."""
 
 
 @dataclass(frozen=True)
 class SystemMonitor:
-    """This machine."""
+    """The monitor of a real site: one policy, applied to this machine's status."""
 
     policy: Policy
 
     def refusal(self, round: int, client: int) -> str | None:
-        """Why this machine refuses; None: it accepts."""
+        """Return the reason for which this machine refuses work; None if it accepts."""
         return self.policy.refusal(read())
 
 
 def read() -> Status:
-    """How this machine is now."""
+    """Return this machine's current status."""
     try:
         import psutil  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError:
@@ -72,6 +73,6 @@ def read() -> Status:
     charge = 1.0 if battery is None or battery.power_plugged else battery.percent / 100
     memory = psutil.virtual_memory()
     links = [link for name, link in psutil.net_if_stats().items() if link.isup and not name.startswith("lo")]
-    speed = max((link.speed * 1e6 / 8 or float("inf") for link in links), default=0.0)  # 0 Mbit/s: not known
+    speed = max((link.speed * 1e6 / 8 or float("inf") for link in links), default=0.0)  # 0 Mbit/s means unknown
     load = min(1.0, psutil.getloadavg()[0] / (psutil.cpu_count() or 1))
     return Status(charge, load, memory.available / memory.total, speed)

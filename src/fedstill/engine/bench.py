@@ -151,8 +151,8 @@ class Bench:
         Phases of no epochs are left out. The idle part has the phase of another model than `params`, whatever its epochs.
         """
         task = task or dataclasses.replace(self.task, round=round)
-        every = enumerate(self.method.phases(task))
-        phases = [(number, p, task.epochs if p.epochs is None else p.epochs) for number, p in every]
+        numbered = enumerate(self.method.phases(task))
+        phases = [(number, p, task.epochs if p.epochs is None else p.epochs) for number, p in numbered]
         if part == "all":
             return [entry for entry in phases if entry[2] > 0]
         if part == "generic":

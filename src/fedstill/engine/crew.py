@@ -83,7 +83,7 @@ class Crew:
 
     def _hire(self, bench: Bench, one: One) -> None:
         inbox, outbox = Arena(), Arena()
-        here, there = Pipe()
+        parent_end, child_end = Pipe()
         parent = os.getpid()
         with warnings.catch_warnings():
             warnings.simplefilter(
@@ -91,11 +91,11 @@ class Crew:
             )  # of forks beside threads: the child uses none of theirs
             pid = os.fork()
         if pid == 0:
-            for pipe in [here, *(worker.pipe for worker in self.workers)]:
+            for pipe in [parent_end, *(worker.pipe for worker in self.workers)]:
                 pipe.close()
-            _serve(parent, there, bench, one, self.common, inbox, outbox)
-        there.close()
-        self.workers.append(_Worker(pid, here, inbox, outbox))
+            _serve(parent, child_end, bench, one, self.common, inbox, outbox)
+        child_end.close()
+        self.workers.append(_Worker(pid, parent_end, inbox, outbox))
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Tree, list[Any]]]:
         """Do every job; yield for each, in their order, the tree and the numbers that came back."""

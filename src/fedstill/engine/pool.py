@@ -25,7 +25,7 @@ from .bench import Bench, Done, PartName, Work, threads
 from .crew import Crew, Job, training_job
 from .one import One
 
-FEW = 8  # cores for each client of a round from which on all of them work on one client at a time
+CORES_PER_CLIENT = 8  # cores for each client of a round from which on all of them work on one client at a time
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def share(
     if device.type != "cpu" or not forks:
         return 1, False
     cores = cores or len(os.sched_getaffinity(0))
-    if together == 1 or together * FEW <= cores:
+    if together == 1 or together * CORES_PER_CLIENT <= cores:
         return 1, False
     return min(workers or cores, together), True
 

@@ -42,7 +42,8 @@ from .stage import Programs
 from .threads import available, is_small
 
 T = TypeVar("T")
-MANY, TINY = 50, 20_000  # clients and parameters from which on, and below which, stacking beats a perceptron's own loop
+MANY_CLIENTS = 50  # from so many clients on, stacking beats a perceptron's own loop,
+SMALL_MODEL = 20_000  # if it has fewer parameters than this
 
 
 class Engine(Protocol):
@@ -224,5 +225,5 @@ def prefers_stacked(bench: Bench, together: int, fused: bool = False) -> bool:
     if net.device.type != "cpu":
         return True
     if fused:
-        return together >= MANY and net.size < TINY
+        return together >= MANY_CLIENTS and net.size < SMALL_MODEL
     return together >= 10 and not net.has_convolution and net.size * bench.plan.batch_size < SMALL

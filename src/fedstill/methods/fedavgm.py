@@ -6,7 +6,7 @@ Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for
 
 Choices: (1) β = 0.9; the paper tries {0, 0.7, 0.9, 0.97, 0.99, 0.997}. (2) As in the paper, the server has no learning rate. (3)
 Momentum covers trainable parameters; BatchNorm's buffers take the plain mean. (4) The setting server="momentum" gives other
-methods the same server; this one takes no rule besides its own.
+methods the same server; this one supports no other server optimizer.
 """
 
 from __future__ import annotations

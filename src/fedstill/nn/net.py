@@ -201,11 +201,11 @@ class Net:
             return self._forward({**self.initial(), **params}, zeros, train, mode, as_written=True)
 
     def _mode(self, key: Tensor | None, mask: Tensor | None, train: bool, rows: int) -> ExecutionMode | None:
-        how = self.execution
+        execution = self.execution
         keyed = train and (self.has_dropout or (self.has_batchnorm and (mask is not None or rows == 1)))
-        if not keyed and how.lowering is None and not how.bf16 and how.winograd is None:
+        if not keyed and execution.lowering is None and not execution.bf16 and execution.winograd is None:
             return None
-        return ExecutionMode(key, mask, how)
+        return ExecutionMode(key, mask, execution)
 
     @contextlib.contextmanager
     def _hooked(

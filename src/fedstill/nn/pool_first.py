@@ -20,7 +20,7 @@ Forward: TypeAlias = Callable[[nn.Module, Tensor], Tensor]
 POOLS: set[Any] = {F.max_pool2d, torch.max_pool2d}
 RELUS: set[Any] = {F.relu, torch.relu, "relu"}
 IN_PLACE: set[Any] = {torch.relu_, "relu_"}
-FRESH = (nn.Conv2d, nn.BatchNorm2d)  # they return new memory
+OUT_OF_PLACE = (nn.Conv2d, nn.BatchNorm2d)  # they return new memory
 
 
 def pool_first(module: nn.Module) -> Forward | None:
@@ -56,7 +56,7 @@ def _exchange(pool: fx.Node, root: nn.Module) -> bool:
     source = relu.args[0] if relu.args else None
     if not _is_relu(relu, root) or not isinstance(source, fx.Node) or len(relu.users) != 1:
         return False
-    if _in_place(relu, root) and not (len(source.users) == 1 and isinstance(_module(source, root), FRESH)):
+    if _in_place(relu, root) and not (len(source.users) == 1 and isinstance(_module(source, root), OUT_OF_PLACE)):
         return False
     pool.replace_all_uses_with(relu)
     pool.replace_input_with(relu, source)

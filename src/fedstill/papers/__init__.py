@@ -55,7 +55,7 @@ def values(name: str, setting: str, method: str = "") -> dict[str, Any]:
     table = tables[method or own]
     experiment = {field: value for field, value in paper["settings"][setting].items() if field not in ABOUT}
     fields: dict[str, Any] = {}
-    matching = [more for pattern, more in table.get("on", {}).items() if fnmatchcase(setting, pattern)]
+    matching = [overrides for pattern, overrides in table.get("on", {}).items() if fnmatchcase(setting, pattern)]
     for entries in (table, *matching):
         fields.update((field, value) for field, value in entries.items() if field not in BESIDE)
         experiment.update(entries.get("experiment", {}))

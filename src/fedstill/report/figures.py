@@ -129,8 +129,10 @@ def _clients(
         axes.vlines(median, row - 0.28, row + 0.28, color=colour, linewidth=1.4)
         # a low-discrepancy sequence instead of random jitter, so that the same run gives the same figure
         spread = (np.arange(len(rates)) * 0.6180339887 % 1 - 0.5) * 0.44
-        many = len(rates) > 400
-        axes.scatter(rates, row + spread, s=4 if many else 16, color=colour, alpha=0.35 if many else 0.6, linewidths=0)
+        dense = len(rates) > 400
+        axes.scatter(
+            rates, row + spread, s=4 if dense else 16, color=colour, alpha=0.35 if dense else 0.6, linewidths=0
+        )
         axes.scatter([100 * final[label]], [row], marker="D", s=44, color=colour, edgecolors="white", zorder=5)
         axes.annotate(
             f"{100 * final[label]:.1f}", (1.015, row), xycoords=("axes fraction", "data"), va="center", fontsize=9.5,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..run.result import Run
 
 
-FEW = 6  # methods up to which all are named
+MAX_LISTED = 6  # methods up to which all are named
 
 
 def work(method: Method, task: Task | None, training: Training) -> str:
@@ -44,7 +44,7 @@ def work_lines(runs: Mapping[str, Sequence[Run]]) -> tuple[str, list[str]]:
         for momentum in sorted(m for m in momenta if m is not None and m != run.training.momentum):
             own.setdefault(momentum, []).append(label)
     commonest = max(works, key=lambda text: len(works[text]), default="")
-    shorten = len(works.get(commonest, [])) > FEW and len(works) > 1
+    shorten = len(works.get(commonest, [])) > MAX_LISTED and len(works) > 1
     named = {text: labels for text, labels in works.items() if not shorten or text != commonest}
     clause = "; ".join(f"{text} for {', '.join(labels)}" for text, labels in named.items())
     clause += f"; {commonest} for the others" if shorten else ""
@@ -54,8 +54,8 @@ def work_lines(runs: Mapping[str, Sequence[Run]]) -> tuple[str, list[str]]:
     return epochs, lines
 
 
-def without_effect(method: Method, task: Task, training: Training, given: Collection[str]) -> list[tuple[str, str]]:
-    """Return (field, reason) for each given field that this method's local work does not use, as `Group.without_effect` does."""
+def without_effect(method: Method, task: Task, training: Training, names: Collection[str]) -> list[tuple[str, str]]:
+    """Return (field, reason) for each of these fields that the method's local work does not use, as `Group.without_effect`."""
     phases = [phase for phase, epochs in _with_epochs(method.phases(task), training) if epochs]
     if not phases:
         return []
@@ -69,7 +69,7 @@ def without_effect(method: Method, task: Task, training: Training, given: Collec
     if all(phase.momentum is not None for phase in phases):
         own = ", ".join(sorted({f"{phase.momentum:g}" for phase in phases}))
         unused |= dict.fromkeys(("momentum", "nesterov"), f"on {method.id}: its momentum is {own}")
-    return [(name, reason) for name, reason in unused.items() if name in given]
+    return [(name, reason) for name, reason in unused.items() if name in names]
 
 
 def _with_epochs(phases: Sequence[Phase], training: Training) -> list[tuple[Phase, int]]:

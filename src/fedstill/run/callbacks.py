@@ -12,7 +12,7 @@ from ..core.tree import Tree
 from ..nn.kernels.autotune import Choices
 from ..server.coordinator import Coordinator, Record, RunState
 from ..transport.messages import Dialogue, Reply, Request
-from .journal import PART, Checkpoint, CheckpointWriter, Journal
+from .journal import FILE_BYTES, Checkpoint, CheckpointWriter, Journal
 
 Progress: TypeAlias = Callable[[Record], None]
 
@@ -66,21 +66,21 @@ def save(journal: Journal, coordinator: Coordinator) -> Dialogue[None]:
         for reply in (yield Request(orders)):
             writer.add(reply.client, as_tree(reply))
             size = max(size, sum(leaf.nbytes for _, leaf in tree.leaves(reply.up)))
-        at_once = max(1, min(PART // size, 256))
+        at_once = max(1, min(FILE_BYTES // size, 256))
     writer.close()
 
 
 def restore(checkpoint: Checkpoint, coordinator: Coordinator) -> Dialogue[None]:
     """Send the clients back what a checkpoint holds of them."""
-    for client, kept in checkpoint.clients():
+    for client, state in checkpoint.clients():
         coordinator.touched.add(client)
-        yield Request([coordinator.order("restore", coordinator.task, client, kept)])
+        yield Request([coordinator.order("restore", coordinator.task, client, state)])
 
 
 def state_of(checkpoint: Checkpoint, history: list[Record]) -> tuple[RunState, Tree]:
     """Return the server's state and what the timing had in a checkpoint."""
-    kept = checkpoint.state()
-    return RunState(kept["server"], history), kept.get("timing", {})
+    state = checkpoint.state()
+    return RunState(state["server"], history), state.get("timing", {})
 
 
 def as_tree(reply: Reply) -> Tree:

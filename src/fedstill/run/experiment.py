@@ -135,9 +135,9 @@ class Experiment(Training):
         return cls.from_values(values)
 
 
-def to_toml(training: Training, method: Method, **more: object) -> str:
-    """Return all settings of a run as TOML, including those with default values; `more` comes first."""
-    values = {**more, **settings.values_of(training)}
+def to_toml(training: Training, method: Method, **first: object) -> str:
+    """Return all settings of a run as TOML, including those with default values; `first` precedes them."""
+    values = {**first, **settings.values_of(training)}
     lines = [f"{name} = {_toml(value)}" for name, value in values.items()]
     lines += ["", "[method]", f"id = {_toml(method.id)}"]
     lines += [f"{name} = {_toml(value)}" for name, value in settings.values_of(method).items()]

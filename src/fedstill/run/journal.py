@@ -1,13 +1,13 @@
-"""The run folder: everything a run leaves behind, written so that a kill at any moment loses at most the last rounds.
+"""The run folder: all results of a run, written so that a kill at any moment loses at most the last rounds.
 
-    experiment.toml    all settings, no default left unsaid         environment.json   versions and device
+    experiment.toml    all settings, defaults included              environment.json   versions and device
     partition.json     who has which samples, with its hash         metrics.jsonl      one record a round
-    timeline.jsonl     with simulated time: what each client did when, one line a round
-    choices.json       what was measured and chosen on the way (kernels, clients at once); a resumed run uses it again
+    timeline.jsonl     with simulated time: what each client did and when, one line a round
+    choices.json       measured choices (kernels, clients at once); a resumed run uses them again
     checkpoints/       the newest two states (safetensors, with checksums; many clients in several files); `fedstill resume
-                       FOLDER` goes on from them
+                       FOLDER` continues from the newest
 
-Files appear whole or not at all: written to a temporary name, flushed to the disk, renamed. Nothing is a pickle.
+Files are replaced atomically: written to a temporary name, flushed to the disk, renamed. No file is a pickle.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from ..core.version import __version__
 from ..nn.kernels.autotune import Choices
 from .experiment import FORMAT
 
-KEEP = 2  # checkpoints kept: a kill while one is written leaves the one before
-PART = 256 * 2**20  # bytes of clients' memories in one file
+KEEP = 2  # number of checkpoints to keep: a kill while one is written leaves the one before
+FILE_BYTES = 256 * 2**20  # bytes of clients' memories in one file
 CLIENTS = "clients"
 
 
 class Journal:
-    """Writes and reads one run folder. Nothing is created before `begin`."""
+    """Writes and reads one run folder; `begin` creates it."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -45,7 +45,7 @@ class Journal:
         self.checkpoints = self.folder / "checkpoints"
 
     def begin(self, experiment: str, partition: Mapping[str, Any], device: torch.device) -> None:
-        """Make the folder, which must be new or empty, and write what determines the run."""
+        """Create the folder, which must be new or empty, and write the files that determine the run."""
         self.check_free()
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         write(self.folder / "partition.json", json.dumps(partition).encode())
@@ -53,14 +53,14 @@ class Journal:
         write(self.folder / "experiment.toml", experiment.encode())
 
     def check_free(self) -> None:
-        """Refuse a folder that holds something already."""
+        """Refuse a folder that is not empty."""
         if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
             raise InputError(
-                "out", str(self.folder), "a folder that is new or empty ('fedstill resume FOLDER' goes on with a run)"
+                "out", str(self.folder), "a folder that is new or empty ('fedstill resume FOLDER' continues a run)"
             )
 
     def check_partition(self, partition: Mapping[str, Any]) -> None:
-        """Refuse to go on when the data is divided otherwise than when the run began."""
+        """Refuse to continue if the data is divided differently than at the start of the run."""
         before = json.loads((self.folder / "partition.json").read_text(encoding="utf-8"))
         now = json.loads(json.dumps(partition))
         changed = [name for name in {**before, **now} if name != "indices" and before.get(name) != now.get(name)]
@@ -70,56 +70,56 @@ class Journal:
             raise InputError(f"partition {name}", now.get(name), right)
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """Append a round's record; its `timeline`, if it has one, to a file of its own."""
+        """Append a round's record; its `timeline`, if any, goes to a separate file."""
         if "timeline" in record:
             _append(self.timeline, record["timeline"])
         _append(self.metrics, {name: value for name, value in record.items() if name != "timeline"})
 
     def write_choices(self, choices: Choices) -> None:
-        """Write what was measured, where that is news."""
-        found = choices.to_dict()
-        if found and found != self.choices():
-            write(self.folder / "choices.json", (json.dumps(found, indent=2) + "\n").encode())
+        """Write the measured choices if they have changed."""
+        entries = choices.to_dict()
+        if entries and entries != self.choices():
+            write(self.folder / "choices.json", (json.dumps(entries, indent=2) + "\n").encode())
 
     def choices(self) -> dict[str, Any]:
-        """What an earlier part of the run measured."""
+        """Return the choices measured before the run was interrupted."""
         try:
-            found = json.loads((self.folder / "choices.json").read_text(encoding="utf-8"))
+            entries = json.loads((self.folder / "choices.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return entries if isinstance(entries, dict) else {}
 
     def history(self, upto: int | None = None) -> list[dict[str, Any]]:
-        """The records so far, up to a round; a last line that a kill cut short is left out."""
+        """Return the records up to a round; skip a last line that a kill cut short."""
         return _lines(self.metrics, upto)
 
     def timelines(self, upto: int | None = None) -> list[dict[str, Any]]:
-        """What each client did when, round by round, where time was simulated."""
+        """Return the timelines up to a round, one for each round; none without simulated time."""
         return _lines(self.timeline, upto)
 
     def save(self, round: int, state: Tree, clients: Iterable[tuple[int, Tree]] = ()) -> None:
-        """Write the state after a round and the clients' states, one after another."""
+        """Write a checkpoint: the state after a round and the clients' states, one after another."""
         checkpoint = CheckpointWriter(self, round, state)
-        for client, kept in clients:
-            checkpoint.add(client, kept)
+        for client, client_state in clients:
+            checkpoint.add(client, client_state)
         checkpoint.close()
 
     def load(self, device: torch.device) -> Checkpoint | None:
-        """The newest whole checkpoint whose rounds are all recorded; None where there is none."""
-        for about_file in sorted(self.checkpoints.glob("round-*.json"), reverse=True):
+        """Return the newest complete checkpoint whose rounds are all recorded, or None."""
+        for index_file in sorted(self.checkpoints.glob("round-*.json"), reverse=True):
             try:
-                about = json.loads(about_file.read_text(encoding="utf-8"))
-                listed = about["parts"]
-                parts = tuple((self.checkpoints / part["file"], part["outline"]) for part in listed)
-                whole = all(_checksum(self.checkpoints / part["file"]) == part["sha256"] for part in listed)
+                index = json.loads(index_file.read_text(encoding="utf-8"))
+                entries = index["parts"]
+                files = tuple((self.checkpoints / entry["file"], entry["outline"]) for entry in entries)
+                complete = all(_checksum(self.checkpoints / entry["file"]) == entry["sha256"] for entry in entries)
             except (OSError, ValueError, KeyError, TypeError):
                 continue  # cut short by a kill
-            if whole and len(self.history(upto=about["round"])) == about["round"]:
-                return Checkpoint(about["round"], parts, device)
+            if complete and len(self.history(upto=index["round"])) == index["round"]:
+                return Checkpoint(index["round"], files, device)
         return None
 
     def rewind(self, round: int) -> list[dict[str, Any]]:
-        """Cut the records back to a round, and return them, with their timelines."""
+        """Drop the records after a round; return the others, with their timelines."""
         records, lines = self.history(upto=round), self.timelines(upto=round)
         write(self.metrics, "".join(json.dumps(r) + "\n" for r in records).encode())
         if self.timeline.exists():
@@ -131,75 +131,79 @@ class Journal:
 class CheckpointWriter:
     """Writes a checkpoint in files of about 256 MiB, so that no more than that is in memory at once.
 
-    The list of files, with their checksums, is written last: a checkpoint without it does not count. Then older checkpoints than
-    the newest two go.
+    The index (the list of files with their checksums) is written last: a checkpoint without it is incomplete. Then all but the
+    newest two checkpoints are removed.
     """
 
     def __init__(self, journal: Journal, round: int, state: Tree) -> None:
         self.journal, self.round, self.name = journal, round, f"round-{round:06d}"
-        self.listed: list[dict[str, Any]] = []
+        self.entries: list[dict[str, Any]] = []
         self._chunk: Tree = {**state, CLIENTS: {}}
         self._size = 0
 
-    def add(self, client: int, kept: Tree) -> None:
+    def add(self, client: int, state: Tree) -> None:
         """Add a client's state."""
-        if self._size >= PART:
+        if self._size >= FILE_BYTES:
             self._flush()
-        self._chunk[CLIENTS][str(client)] = kept
-        self._size += sum(leaf.nbytes for _, leaf in tree.leaves(kept))
+        self._chunk[CLIENTS][str(client)] = state
+        self._size += sum(leaf.nbytes for _, leaf in tree.leaves(state))
 
     def close(self) -> None:
-        """Write what is left, then the list; remove older checkpoints."""
+        """Write the last file, then the index; remove older checkpoints."""
         self._flush()
         folder = self.journal.checkpoints
-        write(folder / f"{self.name}.json", json.dumps({"round": self.round, "parts": self.listed}).encode())
+        write(folder / f"{self.name}.json", json.dumps({"round": self.round, "parts": self.entries}).encode())
         for old in sorted(folder.glob("round-*.json"))[:-KEEP]:
             old.unlink()
-            for gone in (*folder.glob(f"{old.stem}.*"), *folder.glob(f"{old.stem}-*")):
-                gone.unlink()
+            for file in (*folder.glob(f"{old.stem}.*"), *folder.glob(f"{old.stem}-*")):
+                file.unlink()
 
     def _flush(self) -> None:
+        """Write the states collected so far to a file."""
         from safetensors.torch import save
 
         chunk, self._chunk, self._size = self._chunk, {CLIENTS: {}}, 0
         data = save({name: leaf.detach().cpu().contiguous().clone() for name, leaf in tree.leaves(chunk)})
-        file = f"{self.name}-{len(self.listed)}.safetensors" if self.listed else f"{self.name}.safetensors"
+        file = f"{self.name}-{len(self.entries)}.safetensors" if self.entries else f"{self.name}.safetensors"
         write(self.journal.checkpoints / file, data)
         digest = hashlib.sha256(data).hexdigest()
-        self.listed.append({"file": file, "sha256": digest, "outline": tree.outline(chunk)})
+        self.entries.append({"file": file, "sha256": digest, "outline": tree.outline(chunk)})
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A state that was kept, read when it is asked for."""
+    """A checkpoint on disk; its files are read on demand."""
 
     round: int
-    parts: tuple[tuple[Path, Any], ...]  # files, each with its outline
+    files: tuple[tuple[Path, Any], ...]  # each with its outline
     device: torch.device
 
     def state(self) -> Tree:
-        """All but the clients' memories."""
-        return {name: value for name, value in self._part(0).items() if name != CLIENTS}
+        """Return the state without the clients' memories."""
+        return {name: value for name, value in self._read(0).items() if name != CLIENTS}
 
     def clients(self) -> Iterator[tuple[int, Tree]]:
-        """The clients' memories, one after another."""
-        for number in range(len(self.parts)):
-            for client, memory in self._part(number).get(CLIENTS, {}).items():
+        """Yield each client's memory; one file is in memory at a time."""
+        for number in range(len(self.files)):
+            for client, memory in self._read(number).get(CLIENTS, {}).items():
                 yield int(client), memory
 
-    def _part(self, number: int) -> Tree:
+    def _read(self, number: int) -> Tree:
+        """Read one of the files."""
         from safetensors.torch import load
 
-        file, outline = self.parts[number]
+        file, outline = self.files[number]
         return tree.to(tree.fill(outline, load(file.read_bytes())), self.device)
 
 
 def _checksum(file: Path) -> str:
+    """Return the SHA-256 of a file."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:
+    """Append a record as a line of JSON and flush it to the disk."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record, allow_nan=False) + "\n")
         file.flush()
@@ -207,7 +211,7 @@ def _append(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def _lines(path: Path, upto: int | None) -> list[dict[str, Any]]:
-    """The records of a file, up to a round; a last line that a kill cut short is left out."""
+    """Return the records of a file up to a round; skip a last line that a kill cut short."""
     records: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
@@ -220,7 +224,7 @@ def _lines(path: Path, upto: int | None) -> list[dict[str, Any]]:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all."""
+    """Replace a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".part")
     with temporary.open("wb") as file:
@@ -231,7 +235,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions and device: what may make numbers differ in the last bits."""
+    """Return versions and device, which may make numbers differ in the last bits."""
     return {
         "fedstill": __version__,
         "format": FORMAT,

@@ -60,7 +60,7 @@ class Simulation:
 
 
 def federation_of(experiment: Experiment) -> Federation:
-    """The data of an experiment, read and divided."""
+    """Read and divide the data of an experiment."""
     dataset = sources.load(experiment.data, experiment.data_root or None)
     owned = "owner" if dataset.owner is not None else "domain" if dataset.domain is not None else None
     experiment = experiment.dealt(owned)
@@ -154,7 +154,7 @@ def prepare(
 
 
 def pick_device(name: str) -> torch.device:
-    """The device by name; auto takes a GPU where there is one."""
+    """Return the device by name; "auto" is a GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

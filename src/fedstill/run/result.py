@@ -61,22 +61,22 @@ class Run:
     @property
     def trainer(self) -> Trainer:
         """What trains and scores clients in this process, with their data."""
-        return self._whole()[0].trainer
+        return self._loaded()[0].trainer
 
     @property
     def data(self) -> DataManager:
         """The clients' data."""
-        return self._whole()[0].data
+        return self._loaded()[0].data
 
     @property
     def server(self) -> Tree:
         """The server's state after the last round."""
-        return self._whole()[1].state.server
+        return self._loaded()[1].state.server
 
     @property
     def external_data(self) -> Any:
         """Samples and labels of a source that no client had, where the run has one."""
-        return self._whole()[0].external
+        return self._loaded()[0].external
 
     @property
     def clients(self) -> list[int]:
@@ -97,12 +97,12 @@ class Run:
 
     @property
     def has_data(self) -> bool:
-        """Whether the clients and their data are still there."""
+        """Whether the clients and their data are still loaded."""
         return self._simulation is not None
 
     def ask(self, kind: Kind, clients: Sequence[int], **options: Any) -> list[Reply]:
         """Send an order to each of the clients, with what they would download now, and return their replies."""
-        _, coordinator, driver = self._whole()
+        _, coordinator, driver = self._loaded()
         return driver.ask([coordinator.order(kind, self.task, k, **options) for k in clients], coordinator.run)
 
     def served(self, client: int) -> Params:
@@ -118,7 +118,7 @@ class Run:
     def memory(self, client: int) -> Tree:
         """Return what a client keeps between rounds, as far as it is decided which of its replies count."""
         reply = self._one("state", client, down={})
-        memory = reply.up.get("memory", self.method.init_client(self.task, self._whole()[0].initial))
+        memory = reply.up.get("memory", self.method.init_client(self.task, self._loaded()[0].initial))
         return tree.to({**memory, **reply.up.get("undecided", {})}, self.task.net.device)
 
     def personal(self, client: int) -> Params:
@@ -142,7 +142,7 @@ class Run:
 
     def external(self, data: Dataset | Sequence[Any], model: Literal["ensemble", "generic"] = "ensemble") -> float:
         """Return the accuracy on a source that no client had, a `Dataset` or (x, y): of all models' vote, or the generic one."""
-        return scores.on_external(self, self._whole()[0].samples.read(data), model)
+        return scores.on_external(self, self._loaded()[0].samples.read(data), model)
 
     def averaged(
         self, on: Literal["clients", "common"] = "clients", mean: Literal["weighted", "uniform"] = "weighted"
@@ -158,13 +158,13 @@ class Run:
         return float(results["fine_tuned" if mean == "client" else "fine_tuned_sample"])
 
     def joined(self, epochs: int = 5) -> tuple[float, float]:
-        """Return the accuracy of the newcomers, weighted by their training samples: with what the method gives them, and after
-        `epochs` of training."""
+        """Return the newcomers' accuracy, weighted by their training samples: (of the method's personal models, after `epochs` of
+        training)."""
         results = scores.joined(self, epochs)
         return results["newcomers_before"], results["newcomers_after"]
 
     def table(self) -> str:
-        """Return the result as text, with what it is a result of."""
+        """Return the result as text, with the settings that it belongs to."""
         return _tables[-1]([self])
 
     def _one(self, kind: Kind, client: int, **options: Any) -> Reply:
@@ -175,7 +175,8 @@ class Run:
             raise TrainingError(f"client {client} did not answer an order of the kind {kind!r}{reason}")
         return replies[0]
 
-    def _whole(self) -> tuple[Simulation, Coordinator, Driver]:
+    def _loaded(self) -> tuple[Simulation, Coordinator, Driver]:
+        """Return the simulation, coordinator and driver; fail if the run was made without its data."""
         if self._simulation is None or self._coordinator is None or self._driver is None:
             raise RuntimeError("this run was made without its data")
         return self._simulation, self._coordinator, self._driver

@@ -48,7 +48,7 @@ Transports: TypeAlias = Callable[[Edge], Transport]  # makes a transport, given 
 
 @dataclass(frozen=True)
 class Start:
-    """A run to be started: what it is, and how it is followed."""
+    """A run to start, with its journal, callbacks and progress."""
 
     simulation: Simulation
     journal: Journal | None = None
@@ -78,7 +78,7 @@ class Session:
             self.trainer.close()
 
     def rounds(self) -> Iterator[list[Record]]:
-        """Run round by round: yield the records of all runs whenever they have finished one. Whoever stops early closes."""
+        """Run round by round: yield the records of all runs after each. Close the generator to stop early."""
         failed: dict[int, TrainingError] = {}
         done = self.coordinators[0].state.round
         with self.trainer.quiet():

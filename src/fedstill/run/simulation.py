@@ -49,9 +49,9 @@ def simulate(
         training["dtype"] = str(training["dtype"]).removeprefix("torch.")
     if isinstance(training.get("device"), torch.device):
         training["device"] = str(training["device"])
-    given = settings.build(Training, training)
+    config = settings.build(Training, training)
     legal.check_simulate(method, model, data, out, resume, progress)
-    simulation = prepare(method, model, data, head, given)
+    simulation = prepare(method, model, data, head, config)
     journal = None
     if out is not None:
         journal = Journal(out)

@@ -26,11 +26,11 @@ class Samples:
 
     @classmethod
     def of(cls, data: Federation) -> Samples:
-        """A federation's."""
+        """Return the description of a federation's samples."""
         return cls(data.name, data.shape, data.classes, data.labels, data.mean, data.std)
 
     def read(self, data: Dataset | Sequence[Any]) -> Pair:
-        """All samples of a data set, normalised as the federation's are, or (x, y) as they are; refuses what does not fit."""
+        """Read a data set, normalised as the federation's, or return (x, y) unchanged; refuse data that does not fit."""
         if isinstance(data, Dataset):
             self._same("external", data.shape, data.classes)
             if self.labels and data.labels and self.labels != data.labels:
@@ -76,18 +76,18 @@ def with_external(federation: Federation, source: str, clients_source: str, root
 
 
 def overlap(a: str, b: str) -> bool:
-    """Whether two sources, as they are written, have samples in common: `x#c` lies in `x` and in `x#b,c`, not in `x#a`.
+    """Return whether two sources, as they are written, share samples: `x#c` lies in `x` and in `x#b,c`, not in `x#a`.
 
     >>> overlap("x@8#c", "x@8"), overlap("x#c", "x#a,b"), overlap("mnist@28", "usps+mnist@28")
     (True, False, True)
     """
-    (these, mine), (those, theirs) = _written(a), _written(b)
-    return bool(these & those) and (not mine or not theirs or bool(mine & theirs))
+    (names_a, domains_a), (names_b, domains_b) = _written(a), _written(b)
+    return bool(names_a & names_b) and (not domains_a or not domains_b or bool(domains_a & domains_b))
 
 
 def _written(text: str) -> tuple[set[str], set[str]]:
-    """The names joined by + (or the one path), and the parts after #."""
-    whole, _, parts = text.partition("#")
-    whole = re.sub(r"@\d+$", "", whole)
-    names = whole.split("+") if re.fullmatch(r"[a-z0-9+-]+", whole) else [whole]
-    return set(names), {part.strip() for part in parts.split(",") if part.strip()}
+    """Return (names joined by +, or the one path; domains after #)."""
+    source, _, domains = text.partition("#")
+    source = re.sub(r"@\d+$", "", source)
+    names = source.split("+") if re.fullmatch(r"[a-z0-9+-]+", source) else [source]
+    return set(names), {domain.strip() for domain in domains.split(",") if domain.strip()}

@@ -24,11 +24,11 @@ Subset: TypeAlias = Literal["head", "all"]
 JOIN = 5  # what the draw is for; plan.py has 1 to 4
 
 
-def newcomers(plan: Plan, clients: int, wanted: int) -> tuple[int, ...]:
+def newcomers(plan: Plan, clients: int, number: int) -> tuple[int, ...]:
     """Return which clients join only after the federation: the last of a random order that the seed alone makes."""
-    if wanted >= clients:
-        raise InputError("newcomers", wanted, f"at most {clients - 1}: one of the {clients} clients must train")
-    return tuple(sorted(int(k) for k in permutation(key(plan.seed, JOIN), clients)[clients - wanted :]))
+    if number >= clients:
+        raise InputError("newcomers", number, f"at most {clients - 1}: one of the {clients} clients must train")
+    return tuple(sorted(int(k) for k in permutation(key(plan.seed, JOIN), clients)[clients - number :]))
 
 
 def fine_tuned(run: Finished, epochs: int, subset: Subset = "head") -> dict[str, Any]:

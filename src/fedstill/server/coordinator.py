@@ -91,18 +91,18 @@ class Aggregator:
 
 
 class Rounds:
-    """How a round passes in time. This one: orders go out, and whoever answers within `deadline` seconds is merged."""
+    """The timing of rounds. This base class merges the clients that answer within `deadline` seconds."""
 
     deadline: float | None = None  # of wall-clock time
     work: Literal["all", "generic"] = "all"  # what clients are asked to train
 
     def available(self, round: int, clients: Sequence[int]) -> Sequence[int]:
-        """Return who of these clients can be asked."""
+        """Return the clients that can be asked."""
         return clients
 
-    def ask(self, wanted: int) -> int:
-        """Return how many clients are asked so that `wanted` answer."""
-        return wanted
+    def ask(self, goal: int) -> int:
+        """Return how many clients are asked so that `goal` answer."""
+        return goal
 
     def availability(self, clients: int) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Return for each client the share of the rounds in which it can be asked."""
@@ -133,7 +133,7 @@ class Rounds:
 
 @dataclass
 class Coordinator:
-    """One run. `per_round` clients are wanted each round; scores are taken every `eval_every` rounds and at the end."""
+    """One run. Each round should merge `per_round` clients; scores are computed every `eval_every` rounds and at the end."""
 
     method: Method
     task: Task
@@ -217,15 +217,15 @@ class Coordinator:
                 yield from dialogue
 
     def sample(self, round: int) -> list[int]:
-        """Return who is asked in a round, ascending."""
+        """Return the clients to ask in a round, ascending."""
         known = max([len(self.samples), *(k + 1 for k in self.present())])
         samples = np.ones(known, dtype=np.int64)
         samples[: len(self.samples)] = self.samples
-        available, wanted = self.rounds.available(round, self.present()), self.rounds.ask(self.per_round)
+        available, number = self.rounds.available(round, self.present()), self.rounds.ask(self.per_round)
         scene = self.memory.scene(
             self.plan, round, available, samples, self.rounds.availability(known), self.candidates
         )
-        return sorted(int(k) for k in self.sampler(scene, wanted)) if wanted else []
+        return sorted(int(k) for k in self.sampler(scene, number)) if number else []
 
     def score(self, task: Task) -> Dialogue[Record]:
         """Score every client's models on its own data, and the generic model on the common test set."""

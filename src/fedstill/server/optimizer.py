@@ -1,4 +1,4 @@
-"""The server's rules: what the server makes of the clients' mean, for any method whose merge is a mean.
+"""Server optimizers: the server's step towards the clients' mean, for any method whose merge is a mean.
 
     Δ = mean − w                                             the pseudo-gradient, with its sign turned
     momentum:    m ← β₁·m + Δ                                w ← w + η·m
@@ -8,9 +8,9 @@
 Hsu et al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification", 2019 (momentum, as
 FedAvgM); Reddi et al., "Adaptive Federated Optimization", ICLR 2021 (adam and yogi, Algorithm 2).
 
-As in Algorithm 2 there is no correction of m and v for their start, and v starts at τ², m at 0. A rule moves trainable
-parameters; BatchNorm's statistics and whole numbers take the plain mean. Its state is a part of the server's state, so a
-checkpoint holds it.
+As in Algorithm 2, m and v have no bias correction; v starts at τ², m at 0. The optimizer updates trainable parameters;
+BatchNorm's statistics and integer tensors take the plain mean. Its state is an entry of the server's state, so checkpoints
+contain it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ..core.method import Method
 from ..core.training import ServerOptimizer
 from ..core.tree import Params, Tree
 
-STATE = "rule"  # where the server's state keeps a rule's own
-STEP = {"momentum": 1.0, "adam": 0.01, "yogi": 0.01}  # η where none is given
+STATE = "rule"  # the entry of the server's state that holds the optimizer's
+STEP = {"momentum": 1.0, "adam": 0.01, "yogi": 0.01}  # default η
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule with its numbers; its state is what `start` makes and `step` returns."""
+    """A server optimizer with its hyper-parameters; `start` makes its state, `step` returns the next."""
 
     kind: Literal["momentum", "adam", "yogi"]
     lr: float
@@ -41,17 +41,17 @@ class Rule:
     tau: float = 1e-3
 
     def words(self) -> str:
-        """The rule and its numbers in words."""
-        more = "" if self.kind == "momentum" else f", β₂ {self.beta2:g}, τ {self.tau:g}"
-        return f"{self.kind}, η {self.lr:g}, β₁ {self.momentum:g}{more}"
+        """Describe the optimizer and its hyper-parameters in one line."""
+        second_moment = "" if self.kind == "momentum" else f", β₂ {self.beta2:g}, τ {self.tau:g}"
+        return f"{self.kind}, η {self.lr:g}, β₁ {self.momentum:g}{second_moment}"
 
     def start(self, params: Params) -> Tree:
-        """The state before round 1, for these (trainable) parameters."""
+        """Return the state before round 1, for these (trainable) parameters."""
         m: Tree = {"m": tree.zeros(params)}
         return m if self.kind == "momentum" else {**m, "v": tree.map(lambda p: torch.full_like(p, self.tau**2), params)}
 
     def step(self, w: Params, mean: Params, state: Tree) -> tuple[Params, Tree]:
-        """The server's next parameters and the rule's next state, for the names of the state."""
+        """Return the server's next parameters and the optimizer's next state, for the names in the state."""
         w, mean = ({name: params[name] for name in state["m"]} for params in (w, mean))
         delta = tree.sub(mean, w)
         if self.kind == "momentum":
@@ -69,20 +69,20 @@ class Rule:
 
     @classmethod
     def of(cls, method: Method, training: ServerOptimizer) -> Rule | None:
-        """The rule that a run asks for, refused where the method's merge is no mean; None: the mean itself."""
+        """Return the optimizer that a run asks for, None for the plain mean; refuse it if the method's merge is no mean."""
         if training.server == "mean":
             return None
         if not method.averages:
-            right = f"'mean' for {method.id}: what its server does is no plain mean, so a rule cannot take its place"
+            right = f"'mean' for {method.id}: its server takes no plain mean for an optimizer to follow"
             raise InputError("server", training.server, right)
         lr = training.server_lr or STEP[training.server]
         return cls(training.server, lr, training.server_momentum, training.server_beta2, training.server_tau)
 
     def begin(self, server: Tree, trainable: tuple[str, ...]) -> Tree:
-        """The server's state with the rule's own in it."""
+        """Return the server's state with the optimizer's initial state added."""
         return {**server, STATE: self.start({name: server["params"][name] for name in trainable})}
 
     def follow(self, before: Tree, merged: Tree) -> Tree:
-        """The server's state after a merge whose `params` are the mean, with the rule's step instead."""
+        """Return the server's state after the optimizer's step; `params` of `merged` are the clients' mean."""
         moved, state = self.step(before["params"], merged["params"], before[STATE])
         return {**merged, "params": {**merged["params"], **moved}, STATE: state}

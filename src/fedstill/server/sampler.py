@@ -1,13 +1,14 @@
-"""The Device Sampler: who is asked in a round.
+"""The Device Sampler: selects the clients that are asked in a round.
 
-A sampler is a function of a `Scene`, which holds all that it may go by, and of how many clients are wanted. One of your own:
+A sampler is a function of a `Scene`, which holds everything it may use, and of the number of clients to select. To add one:
 
     @sampler("largest")
-    def largest(scene: Scene, wanted: int) -> Sequence[int]:
-        return scene.clients[np.argsort(-scene.samples, kind="stable")[:wanted]]
+    def largest(scene: Scene, number: int) -> Sequence[int]:
+        return scene.clients[np.argsort(-scene.samples, kind="stable")[:number]]
 
-and `--sampler largest` (or `simulate(..., sampler="largest")`) takes it. What it draws, it draws from `scene.plan` and
-`scene.round`, so that a run can be repeated; what it remembers is in the scene, and comes from the run's records.
+and select it by `--sampler largest` (or `simulate(..., sampler="largest")`). Draw random numbers from `scene.plan` and
+`scene.round` only, so that a run can be repeated. The history that a sampler may use is in the scene; it comes from the run's
+records.
 """
 
 from __future__ import annotations
@@ -28,99 +29,99 @@ Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Scene:
-    """What a sampler may go by; arrays have an entry for each of `clients`."""
+    """The input of a sampler; arrays have an entry for each of `clients`."""
 
     plan: Plan
     round: int
-    clients: Ints  # who can be asked now, ascending
+    clients: Ints  # clients that can be asked now, ascending
     samples: Ints  # training samples
     availability: Floats  # share of the rounds in which a client can be asked
-    losses: Floats  # last known training loss; ∞: none is known
-    asked: Ints  # how often a client has been asked
-    candidates: int = 0  # d of power-of-choice; 0: twice as many as wanted
+    losses: Floats  # last known training loss; ∞ where none is known
+    asked: Ints  # number of rounds in which a client has been asked
+    candidates: int = 0  # d of power-of-choice; 0: twice the number to select
 
-    def draw(self, weights: Floats, wanted: int) -> NDArray[np.intp]:
-        """Places of `wanted` clients, drawn one after another without replacement, each by its weight (which is above 0).
+    def draw(self, weights: Floats, number: int) -> NDArray[np.intp]:
+        """Sample `number` clients without replacement, weighted by `weights` (above 0); return their places in `clients`.
 
-        The smallest of Exp(1) / weight (Efraimidis and Spirakis, 2006): no client's draw depends on who else is there.
+        Takes the smallest of Exp(1) / weight (Efraimidis and Spirakis, 2006): no client's draw depends on the other clients.
         """
         keys = keyed.keys(self.plan.seed, keyed.COHORT, self.round, self.clients.astype(np.uint64))
         u = ((keys >> np.uint64(11)).astype(np.float64) + 0.5) / 2**53
-        return np.argsort(-np.log(u) / weights, kind="stable")[:wanted]
+        return np.argsort(-np.log(u) / weights, kind="stable")[:number]
 
 
 Sampler: TypeAlias = Callable[[Scene, int], "Sequence[int] | Ints"]
 SAMPLERS: dict[str, Sampler] = {}
-BY_PLAN = ("uniform", "size", "available", "round-robin")  # do not look at what training gave
+BY_PLAN = ("uniform", "size", "available", "round-robin")  # independent of the results of training
 
 
 def sampler(name: str) -> Callable[[Sampler], Sampler]:
-    """Make a sampler known by a name."""
+    """Register a sampler under a name."""
 
-    def known(function: Sampler) -> Sampler:
+    def register(function: Sampler) -> Sampler:
         SAMPLERS[name] = function
         return function
 
-    return known
+    return register
 
 
 def count(clients: int, participation: float) -> int:
-    """How many clients a share of them is: rounded to the nearest, at least one."""
+    """Return the number of clients in a share of them, rounded to the nearest, at least one."""
     return max(1, min(clients, int(participation * clients + 0.5)))
 
 
 @sampler("uniform")
-def uniform(scene: Scene, wanted: int) -> Sequence[int] | Ints:
-    """Each as likely as the other, none twice."""
-    return scene.plan.cohort(scene.round, scene.clients.tolist(), wanted)
+def uniform(scene: Scene, number: int) -> Sequence[int] | Ints:
+    """Sample clients uniformly without replacement."""
+    return scene.plan.cohort(scene.round, scene.clients.tolist(), number)
 
 
 @sampler("size")
-def size(scene: Scene, wanted: int) -> Sequence[int] | Ints:
-    """The more samples, the likelier."""
-    return scene.clients[scene.draw(np.maximum(scene.samples, 1).astype(float), wanted)]
+def size(scene: Scene, number: int) -> Sequence[int] | Ints:
+    """Sample clients weighted by their numbers of training samples."""
+    return scene.clients[scene.draw(np.maximum(scene.samples, 1).astype(float), number)]
 
 
 @sampler("available")
-def available(scene: Scene, wanted: int) -> Sequence[int] | Ints:
-    """Of those that are there now, the ones that are there more often the likelier."""
-    return scene.clients[scene.draw(scene.availability, wanted)]
+def available(scene: Scene, number: int) -> Sequence[int] | Ints:
+    """Sample available clients, weighted by availability."""
+    return scene.clients[scene.draw(scene.availability, number)]
 
 
 @sampler("power-of-choice")
-def power_of_choice(scene: Scene, wanted: int) -> Sequence[int] | Ints:
-    """d candidates by size, of whom those with the highest last known loss; who was never heard of comes first.
+def power_of_choice(scene: Scene, number: int) -> Sequence[int] | Ints:
+    """Draw d candidates by size and select those with the highest last known loss; clients without a loss come first.
 
     Cho, Wang and Joshi, "Towards Understanding Biased Client Selection in Federated Learning", AISTATS 2022 (rpow-d).
     """
-    few = scene.draw(np.maximum(scene.samples, 1).astype(float), max(wanted, scene.candidates or 2 * wanted))
-    return scene.clients[few[np.argsort(-scene.losses[few], kind="stable")[:wanted]]]
+    candidates = scene.draw(np.maximum(scene.samples, 1).astype(float), max(number, scene.candidates or 2 * number))
+    return scene.clients[candidates[np.argsort(-scene.losses[candidates], kind="stable")[:number]]]
 
 
 @sampler("round-robin")
-def round_robin(scene: Scene, wanted: int) -> Sequence[int] | Ints:
-    """Whoever has been asked least often; each pass through the clients in an order of its own."""
+def round_robin(scene: Scene, number: int) -> Sequence[int] | Ints:
+    """Select the clients asked least often; each pass through the clients has a random order of its own."""
     order = keyed.keys(scene.plan.seed, keyed.COHORT, scene.asked.astype(np.uint64), scene.clients.astype(np.uint64))
-    return scene.clients[np.lexsort((order, scene.asked))[:wanted]]
+    return scene.clients[np.lexsort((order, scene.asked))[:number]]
 
 
 @dataclass
 class Memory:
-    """What a run remembers for its sampler, from round to round; its records hold all of it."""
+    """Losses and counts that a sampler may use in later rounds; all of it can be read from the run's records."""
 
     losses: dict[int, float] = field(default_factory=dict)
     asked: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, history: Sequence[Mapping[str, Any]]) -> Memory:
-        """As it was after these records."""
+        """Rebuild the memory from a run's records."""
         memory = cls()
         for record in history:
             memory.take(record)
         return memory
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """A round is over."""
+        """Add a round's record."""
         self.losses.update({int(k): loss for k, loss in record.get("losses", {}).items()})
         for k in record.get("asked", ()):
             self.asked[k] = self.asked.get(k, 0) + 1
@@ -128,9 +129,9 @@ class Memory:
     def scene(
         self, plan: Plan, round: int, clients: Sequence[int], samples: Ints, availability: Floats, candidates: int = 0
     ) -> Scene:
-        """What a sampler may go by in this round."""
-        who = np.sort(np.asarray(clients, dtype=np.int64))
+        """Return the sampler's input for a round."""
+        ids = np.sort(np.asarray(clients, dtype=np.int64))
         losses, asked = np.full(len(samples), np.inf), np.zeros(len(samples), dtype=np.int64)
         losses[list(self.losses)] = list(self.losses.values())
         asked[list(self.asked)] = list(self.asked.values())
-        return Scene(plan, round, who, samples[who], availability[who], losses[who], asked[who], candidates)
+        return Scene(plan, round, ids, samples[ids], availability[ids], losses[ids], asked[ids], candidates)

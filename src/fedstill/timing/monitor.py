@@ -1,4 +1,4 @@
-"""The System Monitor of a simulation: devices whose state is drawn from (seed, round, client) about their profile's means."""
+"""The System Monitor of a simulation: draws each device's status from (seed, round, client) about its profile's means."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from .clock import LEVELS, Clock
 
 @dataclass(frozen=True)
 class SimulatedMonitor:
-    """Devices of a profile: battery, load and memory are drawn evenly about their means, as widely as 0 and 1 allow."""
+    """Devices whose battery, load and memory are drawn uniformly about their means, as widely as 0 and 1 allow."""
 
     clock: Clock
     policy: Policy
 
     def status(self, round: int, client: int) -> Status:
-        """The device's state in a round."""
-        who, devices = np.array([client]), self.clock.devices
+        """Return a device's status in a round."""
+        ids, devices = np.array([client]), self.clock.devices
         drawn = {}
         for i, name in enumerate(LEVELS):
             mean = float(getattr(devices, name)[client])
-            u = float(self.clock.uniform(plan.MONITOR, round, who, i)[0])
+            u = float(self.clock.uniform(plan.MONITOR, round, ids, i)[0])
             drawn[name] = mean + (2 * u - 1) * min(mean, 1 - mean)
         return Status(**drawn, network=float(devices.uplink[client]))
 
     def refusal(self, round: int, client: int) -> str | None:
-        """Why this client refuses; None: it accepts."""
+        """Return the reason for which a client refuses to work in a round; None if it accepts."""
         return self.policy.refusal(self.status(round, client))

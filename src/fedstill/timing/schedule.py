@@ -1,12 +1,13 @@
-"""When a round ends in simulated time, and whose replies it takes. No training is needed to ask: see `rehearse`.
+"""Decides when a round ends in simulated time, and whose replies it takes. `rehearse` computes this without training.
 
-    all        the round ends with the last reply that comes (over_select = 1)
+    all        the round ends with the last reply (over_select = 1)
     goal       ⌈over_select · goal⌉ are asked, the first `goal` replies are taken, by arrival
-    deadline   whatever the goal, the round ends after so many seconds
+    deadline   the round ends after this many seconds at the latest
 
-Whoever drops out is never heard of: with a deadline the server waits for it until then, without one it is told. A reply that is
-not taken is late. Its client is at work until it has arrived, and is not asked meanwhile. Dropped, the reply is only counted;
-folded, it is merged with the replies of the round in which it arrives, with its own weight.
+A client that drops out never replies: the server waits for it until the deadline; without a deadline it learns of the dropout at
+once. A reply that is not taken is late. Its client is at work until the reply has arrived, and is not asked meanwhile. With
+`late="drop"` the reply is only counted; with "fold" it is merged, at its own weight, with the replies of the round in which it
+arrives.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .clock import Clock, Spans
 
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
-MERGE = 1e10  # bytes a second that the server merges
+MERGE = 1e10  # bytes a second at which the server merges
 STATES = ("merged", "late", "dropped", "refused")
 
 
@@ -47,40 +48,42 @@ class Trigger:
     over_select: float = 1.0
 
     def ask(self, goal: int) -> int:
-        """How many are asked so that `goal` answer."""
+        """Return how many clients are asked so that `goal` answer."""
         return math.ceil(self.over_select * goal - 1e-9)
 
     def fire(self, arrivals: Floats, goal: int, silent: bool = False) -> tuple[float, NDArray[np.intp]]:
-        """When the round ends, and the places of the replies it takes. `silent`: some who were asked will never answer."""
+        """Return when the round ends and the indices of the replies it takes. `silent`: some clients will never answer."""
         order = np.argsort(arrivals, kind="stable")[:goal]
-        met = len(order) == goal or not silent
+        complete = len(order) == goal or not silent
         end = float(arrivals[order[-1]]) if len(order) else 0.0
-        if self.deadline and (not met or end > self.deadline):
+        if self.deadline and (not complete or end > self.deadline):
             return self.deadline, order[arrivals[order] <= self.deadline]
         return end, order
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A round in simulated time. Times count from the beginning of the run; `spans` are those of `asked`, in its order."""
+    """A round in simulated time. Times are seconds since the start of the run; `spans` has an entry for each of `asked`."""
 
     round: int
     start: float
     closed: float  # when the trigger fired
     end: float  # when the server had merged
     asked: list[int]
-    state: list[str]  # of each that was asked: merged (in time), late, dropped, refused; or under way (see `flight`)
+    state: list[str]  # of each client asked: merged (in time), late, dropped, refused, rejected or under way
     spans: Spans
-    folded: list[int]  # whose replies of earlier rounds arrived in this one and are merged with it
-    busy: dict[int, float]  # who is still at work after it, and when its reply arrives
-    free: dict[int, float] = field(default_factory=dict)  # when personal work ends that goes on after it (wait-free)
+    folded: list[int]  # clients whose replies of earlier rounds arrived in this one and are merged with it
+    busy: dict[int, float]  # clients still at work at the end, with the arrival of their reply
+    free: dict[int, float] = field(
+        default_factory=dict
+    )  # end of personal work that continues after the round (wait-free)
 
     def of(self, state: str) -> list[int]:
-        """Those that were asked and came to this."""
-        return [k for k, found in zip(self.asked, self.state, strict=True) if found == state]
+        """Return the clients asked that ended the round in this state."""
+        return [k for k, own in zip(self.asked, self.state, strict=True) if own == state]
 
     def record(self) -> dict[str, Any]:
-        """What the round's record gets."""
+        """Return the entries for the round's record."""
         return {
             "time": self.end,
             "asked": self.asked,
@@ -94,9 +97,9 @@ class Outcome:
         }
 
     def timeline(self) -> dict[str, Any]:
-        """The line of timeline.jsonl: columns with an entry for each that was asked, in seconds."""
+        """Return the line of timeline.jsonl: columns in seconds, with an entry for each client asked."""
         s = self.spans
-        parts = {"download": s.download, "generic": s.generic, "personal": s.personal, "upload": s.upload}
+        stages = {"download": s.download, "generic": s.generic, "personal": s.personal, "upload": s.upload}
         return {
             "round": self.round,
             "start": self.start,
@@ -104,13 +107,13 @@ class Outcome:
             "end": self.end,
             "clients": self.asked,
             "state": self.state,
-            **{name: part.tolist() for name, part in parts.items()},
+            **{name: seconds.tolist() for name, seconds in stages.items()},
             "folded": self.folded,
             **({"hold": s.hold.tolist(), "ahead": True} if s.ahead else {}),
         }
 
     def rejecting(self, clients: set[int]) -> Outcome:
-        """Return the same with the replies of some clients rejected by the gate."""
+        """Return the outcome with the replies of these clients marked as rejected by the gate."""
         states = [
             "rejected" if k in clients and state in ("merged", "late") else state
             for k, state in zip(self.asked, self.state, strict=True)
@@ -119,27 +122,25 @@ class Outcome:
         return dataclasses.replace(self, state=states, folded=folded) if clients else self
 
     def with_personal(self, seconds: Floats) -> Outcome:
-        """The same with other seconds of personal work."""
+        """Return the outcome with these seconds of personal work."""
         return dataclasses.replace(self, spans=dataclasses.replace(self.spans, personal=seconds))
 
 
 @dataclass
 class Schedule(Rounds):
-    """A run's simulated time: `now`, who is still at work, and the replies under way that will be merged. One for each run."""
+    """Simulated time of one run: the time `now`, the clients still at work, and late replies that will be merged."""
 
     clock: Clock
     trigger: Trigger = field(default_factory=Trigger)
     late: Literal["drop", "fold"] = "drop"
     now: float = 0.0
-    busy: dict[int, float] = field(default_factory=dict)  # when the reply of a client that came too late arrives
-    folding: dict[int, tuple[Reply, Upload]] = field(
-        default_factory=dict
-    )  # these replies, where they are to be folded in
-    ahead: bool = False  # uploads leave before personal work begins
-    free: dict[int, float] = field(default_factory=dict)  # when a client's personal work ends (wait-free)
+    busy: dict[int, float] = field(default_factory=dict)  # arrival of late replies, by client
+    folding: dict[int, tuple[Reply, Upload]] = field(default_factory=dict)  # late replies that will be merged
+    ahead: bool = False  # whether uploads leave before personal work begins
+    free: dict[int, float] = field(default_factory=dict)  # end of personal work, by client (wait-free)
 
     def load_state(self, history: Sequence[Mapping[str, Any]], state: Tree) -> None:
-        """Continue after these records, with the replies that a checkpoint held."""
+        """Restore the time from the run's records, and the late replies from a checkpoint."""
         if history:
             self.now = float(history[-1]["time"])
             self.busy = {int(k): float(arrival) for k, arrival in history[-1]["busy"].items()}
@@ -150,7 +151,7 @@ class Schedule(Rounds):
             self.folding[k] = reply, Upload(entry["up"], float(entry["weight"]), k, entry.get("down", {}))
 
     def state_dict(self) -> Tree:
-        """Return the replies under way."""
+        """Return the late replies that will be merged."""
         number = functools.partial(torch.tensor, dtype=torch.float64)
         return {
             str(k): {
@@ -164,7 +165,7 @@ class Schedule(Rounds):
         }
 
     def exchange(self, coordinator: Coordinator, task: Task, orders: list[Order]) -> Dialogue[Exchange]:
-        """Have those trained who do not drop out, then find out who answered in time."""
+        """Train the clients that do not drop out, then end the round and select the replies that came in time."""
         workers = set(self.workers(task.round, [order.client for order in orders]))
         replies = yield Request([order for order in orders if order.client in workers])
         answers, record = coordinator.inspect(task, orders, replies)
@@ -179,7 +180,7 @@ class Schedule(Rounds):
     def _arrivals(
         self, coordinator: Coordinator, task: Task, orders: Sequence[Order], replies: Sequence[Reply]
     ) -> tuple[int, list[int], int, tuple[float, float], Floats, Floats, list[int], list[int]]:
-        """Return what `close` takes."""
+        """Return the arguments of `close`."""
         asked = [order.client for order in orders]
         refused = [reply.client for reply in replies if reply.refusal]
         answers = [reply for reply in replies if not reply.refusal]
@@ -197,11 +198,11 @@ class Schedule(Rounds):
         return outcome
 
     def memo(self) -> dict[str, Any]:
-        """Return what else a record must hold for a resumed run."""
+        """Return further entries of the round's record that a resumed run needs."""
         return {}
 
     def take(self, outcome: Outcome, answers: Sequence[tuple[Reply, Upload]]) -> list[tuple[Reply, Upload]]:
-        """Return what a round merges, by ascending client; late replies are put aside where they are to be folded in."""
+        """Return the replies that a round merges, by ascending client; keep late ones for later if they are folded in."""
         merged, late = set(outcome.of("merged")), set(outcome.of("late"))
         taken = [pair for pair in answers if pair[0].client in merged]
         taken += [self.folding.pop(k) for k in outcome.folded if k in self.folding]
@@ -222,15 +223,15 @@ class Schedule(Rounds):
         return self.clock.devices.availability
 
     def available(self, round: int, clients: Sequence[int]) -> list[int]:
-        """Return who can be asked: available in this round, and not still at work for an earlier one."""
-        who = np.asarray(clients, dtype=np.int64)
-        free = who[~np.isin(who, list(self.busy))]
+        """Return the clients that can be asked: available in this round, and not at work for an earlier one."""
+        ids = np.asarray(clients, dtype=np.int64)
+        free = ids[~np.isin(ids, list(self.busy))]
         return as_numbers(free[self.clock.available(round, free)])
 
     def workers(self, round: int, asked: Sequence[int]) -> list[int]:
-        """Those that do not drop out. It is known before any of them trains, so nobody trains in vain."""
-        who = np.asarray(asked, dtype=np.int64)
-        return as_numbers(who[~self.clock.drops(round, who)])
+        """Return the clients that do not drop out. This is known in advance, so none of them is trained."""
+        ids = np.asarray(asked, dtype=np.int64)
+        return as_numbers(ids[~self.clock.drops(round, ids)])
 
     def close(
         self,
@@ -243,64 +244,64 @@ class Schedule(Rounds):
         gone: Sequence[int] = (),
         refused: Sequence[int] = (),
     ) -> Outcome:
-        """End the round. `down` and `up` are bytes by client, in the order of `asked`; `gone` are those who never answer."""
-        who = np.asarray(asked, dtype=np.int64)
-        drops, refuses = np.isin(who, list(gone)), np.isin(who, list(refused))
+        """End the round. `down` and `up` are bytes, in the order of `asked`; the clients in `gone` never answer."""
+        ids = np.asarray(asked, dtype=np.int64)
+        drops, refuses = np.isin(ids, list(gone)), np.isin(ids, list(refused))
         works = ~(drops | refuses)
         up = np.where(works, up, 0.0)
-        whole = self.clock.spans(who, np.broadcast_to(down, who.shape), up, epochs)
-        upload = np.where(drops, 0.0, whole.upload)  # who refuses says so after the download
+        undisturbed = self.clock.spans(ids, np.broadcast_to(down, ids.shape), up, epochs)
+        upload = np.where(drops, 0.0, undisturbed.upload)  # a refusal is sent after the download
         spans = Spans(
-            whole.download,
-            whole.generic * works,
-            whole.personal * works,
+            undisturbed.download,
+            undisturbed.generic * works,
+            undisturbed.personal * works,
             upload,
-            self._hold(who, whole.download) * works,
+            self._hold(ids, undisturbed.download) * works,
             self.ahead,
         )
         places = np.flatnonzero(works)
         arrivals = spans.arrival[places]
-        wait, first = self.trigger.fire(arrivals, goal, bool(drops.any()))
-        if not len(who):  # nobody could be asked: time goes on, to the deadline or until somebody is free again
+        wait, taken = self.trigger.fire(arrivals, goal, bool(drops.any()))
+        if not len(ids):  # nobody could be asked: time advances to the deadline or until a client is free again
             wait = self.trigger.deadline or max(0.0, min(self.busy.values(), default=self.now) - self.now)
-        elif refuses.any() and not len(places):  # with the last refusal, then
+        elif refuses.any() and not len(places):  # the round ends with the last refusal
             wait = min(max(wait, float(spans.arrival[refuses].max())), self.trigger.deadline or math.inf)
         closed = self.now + wait
         state = np.where(drops, 2, np.where(refuses, 3, 1))
-        state[places[first]] = 0
+        state[places[taken]] = 0
         folded = sorted(k for k, arrival in self.busy.items() if arrival <= closed) if self.late == "fold" else []
-        end = closed + float(np.sum(up[places[first]])) / MERGE
+        end = closed + float(np.sum(up[places[taken]])) / MERGE
         late = np.flatnonzero(state == 1)
-        pending = {**self.busy, **{int(who[i]): self.now + float(spans.arrival[i]) for i in late}}
+        pending = {**self.busy, **{int(ids[i]): self.now + float(spans.arrival[i]) for i in late}}
         free = set(folded) if self.late == "fold" else {k for k, arrival in pending.items() if arrival <= end}
         busy = {k: arrival for k, arrival in sorted(pending.items()) if k not in free}
         states, start = [STATES[i] for i in state], self.now
         self.now, self.busy = end, busy
-        own = places[spans.personal[places] > 0]
-        self.free = self._free(start, who[own], spans, own) if self.ahead else {}
-        return Outcome(round, start, closed, end, as_numbers(who), states, spans, folded, busy, self.free)
+        personal = places[spans.personal[places] > 0]
+        self.free = self._free(start, ids[personal], spans, personal) if self.ahead else {}
+        return Outcome(round, start, closed, end, as_numbers(ids), states, spans, folded, busy, self.free)
 
-    def _hold(self, who: Ints, download: Floats) -> Floats:
-        """How long each is still at its personal work when the download has arrived."""
-        until = np.array([self.free.get(int(k), 0.0) for k in who])
+    def _hold(self, ids: Ints, download: Floats) -> Floats:
+        """Return the seconds for which each client is still at its personal work when the download has arrived."""
+        until = np.array([self.free.get(int(k), 0.0) for k in ids])
         return np.maximum(0.0, until - (self.now + download))
 
-    def _free(self, start: float, who: Ints, spans: Spans, places: NDArray[np.intp]) -> dict[int, float]:
-        """When the personal work of each ends, where it goes on after the round."""
+    def _free(self, start: float, ids: Ints, spans: Spans, places: NDArray[np.intp]) -> dict[int, float]:
+        """Return the end of each client's personal work that continues after the round."""
         ends = start + (spans.download + spans.hold + spans.generic + spans.personal)[places]
-        every = {**self.free, **{int(k): float(end) for k, end in zip(who, ends, strict=True)}}
-        return {k: when for k, when in sorted(every.items()) if when > self.now}
+        ends_of = {**self.free, **{int(k): float(end) for k, end in zip(ids, ends, strict=True)}}
+        return {k: when for k, when in sorted(ends_of.items()) if when > self.now}
 
 
 def epochs(method: Method, task: Task) -> tuple[float, float]:
-    """Return the epochs of a client's round: of the model that goes up (`params`), and of any other, which is its own."""
+    """Return the epochs of a client's round: those of the uploaded model (`params`), and those of personal models."""
     phases = [(phase.model, task.epochs if phase.epochs is None else phase.epochs) for phase in method.phases(task)]
     generic, personal = (float(sum(n for model, n in phases if (model == "params") is side)) for side in (True, False))
     return generic, personal + generic * method.personal_passes
 
 
 def as_numbers(clients: Ints) -> list[int]:
-    """Return clients as plain numbers."""
+    """Return the clients as Python integers."""
     return [int(k) for k in clients]
 
 
@@ -315,7 +316,7 @@ def rehearse(
     up: float = 0.0,
     sampler: Sampler = uniform,
 ) -> Iterator[Outcome]:
-    """Rounds without training: who is asked, who answers when, and when each round ends, for messages of so many bytes."""
+    """Simulate rounds without training, with messages of `down` and `up` bytes; yield each round's outcome."""
     clock, memory = schedule.clock, Memory()
     everyone = range(len(clock.devices))
     for t in range(1, rounds + 1):

@@ -147,26 +147,26 @@ def launch(
     n = a.shape[0]
     pixels, entries = s["B"] * s["OH"] * s["OW"], s["KH"] * s["KW"] * s["C"]
     dtype = a.dtype
-    whole: dict[str, Any] = {"dtype": dtype, "device": a.device}
+    options: dict[str, Any] = {"dtype": dtype, "device": a.device}
     kernel: Any
     if what == "forward":
-        out = torch.empty((n, s["B"], s["OH"], s["OW"], s["O"]), **whole)
+        out = torch.empty((n, s["B"], s["OH"], s["OW"], s["O"]), **options)
         kernel, grid = _forward, (triton.cdiv(pixels, BM), triton.cdiv(s["O"], BN), n)
     elif what == "input_grad":
-        out = torch.empty((n, s["B"], s["H"], s["W"], s["C"]), **whole)
+        out = torch.empty((n, s["B"], s["H"], s["W"], s["C"]), **options)
         kernel, grid = _input_grad, (triton.cdiv(s["B"] * s["H"] * s["W"], BM), triton.cdiv(s["C"], BN), n)
     else:
-        whole["dtype"] = dtype if parts == 1 else torch.float32
-        out = torch.empty((n * parts, s["O"], s["KH"], s["KW"], s["C"]), **whole)
+        options["dtype"] = dtype if parts == 1 else torch.float32
+        out = torch.empty((n * parts, s["O"], s["KH"], s["KW"], s["C"]), **options)
         kernel, grid = _weight_grad, (triton.cdiv(entries, BN), triton.cdiv(s["O"], BM), n * parts)
     precision = "ieee" if exact else "tf32"
-    more = {"bias": a if bias is None else bias, "BIASED": bias is not None} if what == "forward" else {}
+    bias_arguments = {"bias": a if bias is None else bias, "BIASED": bias is not None} if what == "forward" else {}
     with torch.cuda.device(a.device) if a.is_cuda else contextlib.nullcontext():
         kernel[grid](
             a,
             b,
             out,
-            **more,
+            **bias_arguments,
             **s,
             BM=BM,
             BN=BN,

@@ -127,5 +127,5 @@ class _Pool(torch.autograd.Function):
         (kh, kw), (h, w) = ctx.kernel, ctx.image
         taps = torch.arange(kh * kw, device=grad.device)
         spread = torch.where(place.unsqueeze(-1) == taps, grad.unsqueeze(-1), torch.zeros_like(grad).unsqueeze(-1))
-        whole = spread.reshape(*grad.shape, kh, kw).transpose(3, 4).flatten(4).flatten(2, 3)
-        return F.pad(whole, (0, w - whole.shape[3], 0, h - whole.shape[2])), None
+        covered = spread.reshape(*grad.shape, kh, kw).transpose(3, 4).flatten(4).flatten(2, 3)
+        return F.pad(covered, (0, w - covered.shape[3], 0, h - covered.shape[2])), None
