@@ -66,9 +66,8 @@ class Exchange:
     record: Mapping[str, Any] = field(default_factory=dict)
     besides: Sequence[Order] = ()  # orders that were sent besides
     pending: frozenset[int] = frozenset()  # clients whose replies may still be merged in a later round
-    decided: Mapping[int, int] = field(
-        default_factory=dict
-    )  # clients, with the rounds of earlier orders that ended now
+    decided: Mapping[int, int] = field(default_factory=dict)
+    """Clients whose earlier orders ended now, with the rounds of these orders."""
     working: frozenset[int] = frozenset()  # of these the ones that are not late: there are no rounds that end
 
 
