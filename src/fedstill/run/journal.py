@@ -44,12 +44,15 @@ class Journal:
         self.metrics, self.timeline = self.folder / "metrics.jsonl", self.folder / "timeline.jsonl"
         self.checkpoints = self.folder / "checkpoints"
 
-    def begin(self, experiment: str, partition: Mapping[str, Any], device: torch.device) -> None:
-        """Create the folder, which must be new or empty, and write the files that determine the run."""
+    def begin(self, experiment: str, partition: Mapping[str, Any], device: torch.device, threads: int = 0) -> None:
+        """Create the folder, which must be new or empty, and write the files that determine the run.
+
+        `threads` is how many clients train on (0: as many as torch is set to), on which last bits may depend.
+        """
         self.check_free()
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         write(self.folder / "partition.json", json.dumps(partition).encode())
-        write(self.folder / "environment.json", json.dumps(environment(device), indent=2).encode())
+        write(self.folder / "environment.json", json.dumps(environment(device, threads), indent=2).encode())
         write(self.folder / "experiment.toml", experiment.encode())
 
     def check_free(self) -> None:
@@ -234,7 +237,7 @@ def write(path: Path, data: bytes) -> None:
     temporary.replace(path)
 
 
-def environment(device: torch.device) -> dict[str, Any]:
+def environment(device: torch.device, threads: int = 0) -> dict[str, Any]:
     """Return versions and device, which may make numbers differ in the last bits."""
     return {
         "fedstill": __version__,
@@ -244,5 +247,5 @@ def environment(device: torch.device) -> dict[str, Any]:
         "numpy": np.__version__,
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-        "threads": torch.get_num_threads(),
+        "threads": threads or torch.get_num_threads(),
     }

@@ -59,7 +59,7 @@ def simulate(
         text, before = to_toml(simulation.training, method, **about), journal.folder / "experiment.toml"
         partition = partition_record(data, simulation.training.profile)
         if not resume or not before.is_file():
-            journal.begin(text, partition, simulation.device)
+            journal.begin(text, partition, simulation.device, simulation.trainer.training_threads)
             resume = False
         elif before.read_text(encoding="utf-8") != text:
             raise InputError("out", str(out), "the folder of the same call: its settings or method were others")
@@ -98,7 +98,8 @@ def begin(
         complete = experiment.dealt(kind if kind in ("owner", "domain") else None)
         data = PYTHON if kind == "arrays" else complete.data
         complete = dataclasses.replace(complete, clients=len(federation), data=data)
-        journal.begin(complete.to_toml(), partition_record(federation, experiment.profile), simulation.device)
+        record, threads = partition_record(federation, experiment.profile), simulation.trainer.training_threads
+        journal.begin(complete.to_toml(), record, simulation.device, threads)
     return Start(simulation, journal, experiment.checkpoint_every, progress)
 
 
