@@ -57,8 +57,10 @@ class BySample(fs.FedAvg):
         return {"params": local["params"], "logits": task.local_logits(local["params"])}, memory
 
 
-def test_where_every_upload_is_rejected_the_run_stops_with_the_reason() -> None:
-    with pytest.raises(fs.TrainingError, match=r"round 1: every upload was rejected; client \d: logits has shape"):
+def test_where_no_upload_ever_has_the_right_form_the_run_stops_with_the_reason() -> None:
+    with pytest.raises(
+        fs.TrainingError, match=r"round 1: no upload has ever had the right form; client \d: logits has shape"
+    ):
         run(BySample())
 
 

@@ -23,7 +23,7 @@ from ..core.task import Task
 from ..core.tree import Tree
 from ..engine.step import explained
 from ..transport.messages import Dialogue, Kind, Order, Reply, Request, Transport
-from .gate import NOT_FINITE, Gate, check_converging, example_upload
+from .gate import Gate, check_converging, example_upload
 from .optimizer import Rule
 from .records import Scores, split_seconds, summary, traffic
 from .sampler import Memory, Sampler, uniform
@@ -270,9 +270,9 @@ class Coordinator:
             return self.example(at, down[reply.client])
 
         accepted, reasons = self.gate.inspect(answers, example)
-        if reasons and not accepted and not all(reason == NOT_FINITE for reason in reasons.values()):
-            client, reason = next(iter(reasons.items()))
-            raise TrainingError(f"round {task.round}: every upload was rejected; client {client}: {reason}")
+        hopeless = self.gate.hopeless(len(self.present()))
+        if hopeless:
+            raise TrainingError(f"round {task.round}: no upload has ever had the right form; {hopeless}")
         record: dict[str, Any] = {"refused": refused} if refused else {}
         if reasons:
             record["rejected"] = {str(client): reason for client, reason in reasons.items()}

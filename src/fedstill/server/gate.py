@@ -54,6 +54,9 @@ class Gate:
     varies: bool = False
     expected: Spec | None = field(default=None, init=False)
     round: int = field(default=0, init=False)
+    wrong: dict[int, str] = field(
+        default_factory=dict, init=False
+    )  # uploads of a wrong form before the first right one
 
     def inspect(self, replies: Sequence[Reply], example: Callable[[Reply], Tree]) -> tuple[list[Reply], dict[int, str]]:
         """Divide replies into those that may be merged and the reasons, by client, for which the others are refused.
@@ -62,11 +65,20 @@ class Gate:
         from what was right before.
         """
         reasons = {reply.client: reason for reply in replies if (reason := self._mismatch(reply, example))}
+        if self.expected is None:
+            self.wrong |= reasons
         checked = [reply for reply in replies if reply.client not in reasons]
         for reply, finite in zip(checked, tree.finite_each([reply.up for reply in checked]), strict=True):
             if not finite:
                 reasons[reply.client] = NOT_FINITE
         return [reply for reply in checked if reply.client not in reasons], reasons
+
+    def hopeless(self, clients: int) -> str:
+        """Return what is wrong where three clients, or all, have uploaded a wrong form and nobody the right one; else ""."""
+        if self.expected is not None or len(self.wrong) < min(3, clients):
+            return ""
+        client, reason = next(iter(self.wrong.items()))
+        return f"client {client}: {reason}"
 
     def _mismatch(self, reply: Reply, example: Callable[[Reply], Tree]) -> str:
         missing = [name for name in REPORTED if name not in reply.report]
