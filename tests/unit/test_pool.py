@@ -19,7 +19,7 @@ import torch
 
 import fedstill as fs
 from fedstill.core.errors import InputError, TrainingError
-from fedstill.engine import pool
+from fedstill.engine import crew, pool
 from fedstill.engine.arena import Arena
 from fedstill.engine.bench import Work
 from fedstill.engine.one import One
@@ -375,3 +375,13 @@ def test_an_arena_keeps_strides_and_grows() -> None:
             assert found.stride() == leaf.stride()
     assert arena.put(leaves[0]) is places[0]
     arena.close()
+
+
+def test_an_interrupt_while_a_process_is_forked_is_not_lost() -> None:
+    """Python ignores one that arrives in a fork's own handlers: it waits until the fork is over."""
+    reached = []
+    with pytest.raises(KeyboardInterrupt), crew._interrupt_later():
+        os.kill(os.getpid(), signal.SIGINT)
+        reached.append("the end of the fork")
+    assert reached
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from types import FrameType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -89,7 +90,10 @@ class Crew:
             warnings.simplefilter(
                 "ignore", DeprecationWarning
             )  # of forks beside threads: the child uses none of theirs
-            pid = os.fork()
+            with _interrupt_later():
+                pid = os.fork()
+                if pid == 0:
+                    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
         if pid == 0:
             for pipe in [parent_end, *(worker.pipe for worker in self.workers)]:
                 pipe.close()
@@ -262,6 +266,24 @@ def _do(
         return {"up": done.up, "memory": done.memory, "local": done.local}, [done.loss, done.steps, done.samples]
     with torch.no_grad():
         return {}, one.score(bench, when, [(client, trees["params"])])
+
+
+@contextlib.contextmanager
+def _interrupt_later() -> Iterator[None]:
+    """Hold an interrupt back until the end of the context: Python ignores one that arrives while it forks a process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[tuple[int, FrameType | None]] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: arrived.append((number, frame)))
+    parent = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() == parent:
+            signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
+    if arrived and callable(before) and os.getpid() == parent:
+        before(*arrived[0])
 
 
 def _flush() -> None:
