@@ -380,7 +380,7 @@ def test_an_arena_keeps_strides_and_grows() -> None:
 def test_an_interrupt_while_a_process_is_forked_is_not_lost() -> None:
     """Python ignores one that arrives in a fork's own handlers: it waits until the fork is over."""
     reached = []
-    with pytest.raises(KeyboardInterrupt), crew._interrupt_later():
+    with pytest.raises(KeyboardInterrupt), crew._interrupt_later():  # noqa: PT012 - the context itself raises
         os.kill(os.getpid(), signal.SIGINT)
         reached.append("the end of the fork")
     assert reached
