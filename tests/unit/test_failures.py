@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -13,29 +13,14 @@ import torch
 import fedstill as fs
 from fedstill.core.task import Task
 from fedstill.core.tree import Params, Tree
-from fedstill.edge.edge import Edge
-from fedstill.transport.local import LocalTransport
 from fedstill.transport.messages import Reply
 
-from ..problems import SETTINGS, cut_and_resumed, make, ragged, rows, run
-
-
-def changing(change: Callable[[Reply], Reply | None]) -> Callable[[Edge], LocalTransport]:
-    """A transport that changes replies, or loses those of which nothing is left."""
-
-    class Changing(LocalTransport):
-        def replies(self, timeout: float | None = None) -> Iterator[Reply]:
-            for reply in super().replies(timeout):
-                changed = change(reply)
-                if changed is not None:
-                    yield changed
-
-    return Changing
+from ..problems import SETTINGS, Tampered, cut_and_resumed, make, ragged, rows, run
 
 
 def trained(method: fs.Method, change: Callable[[Reply], Reply | None], **changes) -> fs.Run:
     settings = {**SETTINGS, "engine": "one", "participation": 1.0, **changes}
-    return fs.simulate(method, model=make("plain"), data=ragged(), transport=changing(change), **settings)
+    return fs.simulate(method, model=make("plain"), data=ragged(), transport=Tampered(change), **settings)
 
 
 @pytest.mark.parametrize("steps", [float("nan"), float("inf"), -5.0])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import scores
 from ..core import settings
+from ..core.version import __version__
 from ..run.evaluate import Evaluation
 from .text import GENERIC, Facts, Stat, rows, scored, seconds, stat_of
 
@@ -25,8 +26,6 @@ def summary(
     command: str = "",
 ) -> dict[str, Any]:
     """Return all numbers of a comparison: each run with its folder, and means over seeds. Accuracies are fractions."""
-    from ..core.version import __version__
-
     first, *others = (settings.values_of(experiment) for experiment in experiments.values())
     common = {name: value for name, value in first.items() if all(other[name] == value for other in others)}
     shared = {**common, "partition": facts.partition, "clients": facts.clients}  # resolved, where left to the data
