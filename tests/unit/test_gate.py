@@ -331,9 +331,9 @@ def test_no_merge_takes_a_mean_of_its_own(name: str) -> None:
     """What servers average, they average by the task's rule."""
     asked: list[int] = []
 
-    def counted(trees, weights):
+    def counted(trees, weights, around=None):
         asked.append(len(trees))
-        return tree.mean(trees, weights)
+        return tree.mean(trees, weights, around)
 
     method = fs.METHODS[name]
     finish(prepared(method(), "plain", rounds=1, epochs=1, average=counted))

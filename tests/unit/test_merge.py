@@ -209,7 +209,7 @@ def test_a_robust_rule_can_take_the_means_place(name: str) -> None:
     """`merge` averages by nothing but `task.average`: one that takes the last tree makes the last upload the model."""
     method = METHODS[name]()
     bench, server, uploads = a_round(method)
-    task = at(bench, 1, average=lambda trees, weights: trees[-1])
+    task = at(bench, 1, average=lambda trees, weights, around=None: trees[-1])
     merged = method.merge(task, server, uploads)["params"]
     assert uploads[-1].params
     for part, value in uploads[-1].params.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,17 @@ from .errors import InputError, Shown
 from .optim import SGD
 from .tree import Params, Tree
 
-Average: TypeAlias = Callable[[Sequence[Tree], Sequence[float]], Tree]
+
+class Average(Protocol):
+    """A mean of the clients' trees, or a robust rule or a private mean in its place."""
+
+    def __call__(self, trees: Sequence[Tree], weights: Sequence[float], around: Tree | None = None) -> Tree:
+        """Return one tree for all.
+
+        `around` is what the clients started from, so that a rule can look at their changes; it may have more entries than the
+        trees. None: the trees are changes themselves, or gradients.
+        """
+
 
 SAMPLES = 16  # per pass where each sample has a gradient of its own
 CHUNK = 512  # samples per forward pass where no gradient is needed; the result does not depend on it
@@ -119,7 +129,7 @@ class Site:
 class Task:
     """The setting of local work, handed to every hook of a method. `round` counts from 1; `site` is set at a client.
 
-    `average(trees, weights)` is the server's mean; every method whose `merge` averages calls it, so that a robust rule can
+    `average(trees, weights, around)` is the server's mean; every method whose `merge` averages calls it, so that a robust rule can
     take its place.
     """
 

@@ -79,10 +79,11 @@ def sub(a: Tree, b: Tree) -> Tree:
     return map(lambda x, y: x - y, a, b)
 
 
-def mean(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
+def mean(trees: Sequence[Tree], weights: Sequence[float], around: Tree | None = None) -> Tree:
     """Return Σ pᵢ·treeᵢ with pᵢ = weightᵢ / Σ weights, summed in the order of the trees, so equal inputs give equal bits.
 
-    Integer leaves (BatchNorm's count of batches) are averaged in float64 and rounded.
+    Integer leaves (BatchNorm's count of batches) are averaged in float64 and rounded. A mean has no use for `around`: see
+    `core.task.Average`.
     """
     total = float(sum(weights))
     if not trees or total <= 0:

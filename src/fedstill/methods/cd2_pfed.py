@@ -124,7 +124,7 @@ class CD2PFed(FedAvg):
         shared = {name: task.channels.shared(name, value, p) for name, value in params.items()}
         places = {name: tuple(map(slice, value.shape)) for name, value in shared.items() if value.numel()}
         narrowed = [{name: u.params[name][place] for name, place in places.items()} for u in uploads]
-        for name, value in task.average(narrowed, self.shares(uploads)).items():
+        for name, value in task.average(narrowed, self.shares(uploads), shared).items():
             shared[name].copy_(value)
         return {"params": params}
 

@@ -79,7 +79,7 @@ class FedAvg(Method):
 
     def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
         """w ← Σ p_k·w_k over the entries that were uploaded; what was not uploaded stays as it is."""
-        mean = task.average([upload.params for upload in uploads], self.shares(uploads))
+        mean = task.average([upload.params for upload in uploads], self.shares(uploads), server["params"])
         return {**server, "params": {**server["params"], **mean}}
 
     def shares(self, uploads: Sequence[Upload]) -> list[float]:

@@ -69,7 +69,7 @@ class FedDyn(FedAvg, mean="uniform"):
     def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
         """h ← h − α·|P|/m·mean(θ_k − θ_t), θ ← mean − h/α. For a late upload θ_t is the model that its client began with."""
         shares = self.shares(uploads)
-        params = task.average([u.params for u in uploads], shares)
+        params = task.average([u.params for u in uploads], shares, server["params"])
         moved = [tree.sub(task.trainable(u.tree["params"]), task.trainable(u.down["params"])) for u in uploads]
         h = tree.add(server["h"], task.average(moved, shares), -self.alpha * len(uploads) / task.clients)
         return {"params": {**params, **tree.add(task.trainable(params), h, -1 / self.alpha)}, "h": h}

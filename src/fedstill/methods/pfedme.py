@@ -98,7 +98,7 @@ class PFedMe(FedAvg, mean="uniform"):
 
     def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
         """w ← mean + (β−1)·(mean − w), which is (1−β)·w + β·mean."""
-        params = task.average([u.params for u in uploads], self.shares(uploads))
+        params = task.average([u.params for u in uploads], self.shares(uploads), server["params"])
         mean, w = task.trainable(params), task.trainable(server["params"])
         return {**server, "params": {**params, **tree.add(mean, tree.sub(mean, w), self.beta - 1)}}
 

@@ -17,7 +17,7 @@ from ..core.tree import Tree
 mean = tree.mean
 
 
-def median(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
+def median(trees: Sequence[Tree], weights: Sequence[float], around: Tree | None = None) -> Tree:
     """Return the coordinate-wise median, which less than half of the clients cannot move far; weights do not count.
 
     Of an even number of values it is the mean of the middle two. Yin et al., "Byzantine-Robust Distributed Learning", ICML 2018.
