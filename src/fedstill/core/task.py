@@ -129,8 +129,8 @@ class Site:
 class Task:
     """The setting of local work, handed to every hook of a method. `round` counts from 1; `site` is set at a client.
 
-    `average(trees, weights, around)` is the server's mean; every method whose `merge` averages calls it, so that a robust rule can
-    take its place.
+    `average(trees, weights, around)` is the server's mean; every method whose `merge` averages calls it, so that a robust rule
+    can take its place.
     """
 
     net: Model
