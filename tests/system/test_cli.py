@@ -79,7 +79,8 @@ def test_a_kept_experiment_runs_again_and_flags_override_it() -> None:
 
 def test_several_seeds_have_folders_of_their_own(capsys) -> None:
     assert main(["run", "fedavg", *TINY, "--seed", "3", "--seeds", "2", "--out", "many"]) == 0
-    assert sorted(p.name for p in Path("many").iterdir()) == ["figure.png", "seed-3", "seed-4", "summary.json"]
+    names = ["figure.png", "job.json", "seed-3", "seed-4", "summary.json"]
+    assert sorted(p.name for p in Path("many").iterdir()) == names
     assert fs.Experiment.from_toml("many/seed-4/experiment.toml").seed == 4
     assert "over seeds (n − 1)" in capsys.readouterr().out
     runs = json.loads(Path("many/summary.json").read_text())["methods"]["fedavg"]["runs"]
@@ -232,12 +233,6 @@ def test_a_folder_that_holds_something_is_refused(capsys) -> None:
     Path("full/mine.txt").write_text("notes")
     for command in (["run", "pfedsd"], ["compare", "local", "fedavg"]):
         assert "new or empty" in refused(capsys, *command, *TINY, "--out", "full")
-
-
-def test_resume_of_a_comparison_names_a_run_in_it(capsys) -> None:
-    assert main(["compare", "local", "fedavg", *TINY, "--out", "c"]) == 0
-    capsys.readouterr()
-    assert "such as c/fedavg" in refused(capsys, "resume", "c")
 
 
 def test_the_lists_name_all_there_is(capsys) -> None:

@@ -204,7 +204,7 @@ def test_runs_at_other_rounds_cannot_be_stacked(tmp_path) -> None:
     cut(both[0], tmp_path / "a", 2)
     sims = [simulation.begin(one).simulation for one in both]
     folders = [Journal(tmp_path / name) for name in "ab"]
-    with pytest.raises(CannotStack, match="not at the same round"):
+    with pytest.raises(CannotStack, match="they have no checkpoints of the same round"):
         together.run_starts([Start(sim, folder, resume=True) for sim, folder in zip(sims, folders, strict=True)])
 
 

@@ -19,7 +19,7 @@ from ..run.result import Run
 SUMMARY, FIGURE, RUN = "summary.json", "figure.png", "experiment.toml"
 DEMO = "demo"  # the command that may replace what it made
 FILES = (  # what a run writes into its folder
-    RUN, SUMMARY, FIGURE, "partition.json", "environment.json", "metrics.jsonl", "scores.json", "choices.json",
+    RUN, SUMMARY, FIGURE, "partition.json", "environment.json", "metrics.jsonl", "scores.json", "choices.json", "failed.json",
     "timeline.jsonl", "timeline.png",
     "checkpoints/round-*.safetensors", "checkpoints/round-*.json",
 )  # fmt: skip
@@ -47,7 +47,7 @@ def is_demo(out: Path) -> bool:
 def _patterns(methods: Sequence[str]) -> list[str]:
     """Return patterns of all files that a demo of these methods may hold; a kill may leave a file's `.part`."""
     runs = [f"{label}/{seed}{file}" for label in methods for seed in ("", "seed-*/") for file in FILES]
-    return [name + suffix for name in (SUMMARY, FIGURE, *runs) for suffix in ("", ".part")]
+    return [name + suffix for name in (SUMMARY, FIGURE, "job.json", "groups.json", *runs) for suffix in ("", ".part")]
 
 
 def _belongs(entry: Path, out: Path, patterns: Sequence[str]) -> bool:

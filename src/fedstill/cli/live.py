@@ -123,16 +123,17 @@ class Watch:
         elif meter.steps == 1 or done * LINES // meter.total > (done - finished) * LINES // meter.total:
             say(f"{label:<{self.width}}  {self._at(number, round)}  {meter.accuracy:>7}  {meter.left()}".rstrip())
 
-    def resumed(self, label: str, record: dict[str, Any]) -> None:
-        """Show that a resumed run has ended where no round was left to run."""
-        meter = self.meters[label]
-        if meter.steps:
+    def resumed(self, label: str, number: int, record: dict[str, Any]) -> None:
+        """Show that a run with the `number`-th seed is finished, where it was before this process began."""
+        meter, done = self.meters[label], (number + 1) * self.rounds
+        if meter.done >= done:
             return
+        meter.done = done
+        at = self._at(number, int(record["round"]))
         if self._bar is not None:
-            at = self._at(0, int(record["round"]))
-            self._bar.update(self._tasks[label], completed=meter.total, at=at, left="done already")
+            self._bar.update(self._tasks[label], completed=done, at=at, left="done already")
         else:
-            say(f"{label}  all {meter.total} rounds were done already")
+            say(f"{label:<{self.width}}  {at}  all {self.rounds} rounds were done already")
 
     def _at(self, number: int, round: int) -> str:
         seed = f"seed {number + 1}/{self.seeds}, " if self.seeds > 1 else ""

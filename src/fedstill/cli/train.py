@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,10 @@ from ..methods import METHODS, get
 from ..report.text import Facts
 from ..run import prepare, simulation
 from ..run.experiment import Experiment, check_format
-from . import flags, folders, job
-from .job import execute, plan, stoppable
+from ..run.journal import Journal
+from . import flags, folders, job, saved
+from .execute import execute, stoppable
+from .job import Job, plan
 from .live import watch
 from .screen import results, say
 from .sweep import plan_sweep
@@ -171,34 +174,65 @@ def demo(argv: Sequence[str]) -> None:
         execute(plan([get(name)() for name in DEFAULT_METHODS], Experiment(), flag_values, folders.DEMO))
 
 
+RESUME = (
+    "Continue what was stopped, to the same bits as if it had not been. FOLDER is what --out made: of a run, or of a "
+    "comparison, a sweep or several seeds, where runs that are finished are not run again. --rounds goes on with more rounds."
+)
+
+
 def resume(argv: Sequence[str]) -> None:
     """`fedstill resume`."""
-    parser = flags.Parser(
-        "resume",
-        "Continue a run from its newest checkpoint, to the same bits as if it had never stopped. FOLDER is what "
-        "--out made; for a comparison or several seeds, the folder of one run in it.",
-        "FOLDER",
-        ("fedstill resume runs/fedprox", "fedstill resume runs/all/pfedsd/seed-0"),
-    )
+    examples = ("fedstill resume runs/fedprox", "fedstill resume runs/all", "fedstill resume runs/fedprox --rounds 100")
+    parser = flags.Parser("resume", RESUME, "FOLDER", examples)
+    flags.add(parser, Experiment, only=["rounds"])
     flag_values, words = parser.read(argv)
     if "help" in flag_values:
         parser.print_help()
         return
     if len(words) != 1:
-        raise InputError(
-            "folder", Shown(" ".join(words) or "nothing"), "one folder that 'fedstill run --out FOLDER' made"
-        )
+        raise InputError("folder", Shown(" ".join(words) or "nothing"), "one folder that --out made")
     folder = Path(words[0])
+    with flags.named(flag_values):
+        rounds = flags.take(Experiment, flag_values).get("rounds")
+        if saved.is_job(folder):
+            execute(_with_rounds(saved.read_job(folder), rounds), resume=True)
+        else:
+            _resume_run(folder, rounds)
+
+
+def _with_rounds(job: Job, rounds: int | None) -> Job:
+    """Return the job with another number of rounds for all its runs."""
+    if rounds is None:
+        return job
+    for label in job.experiments:
+        for number in range(job.seeds):
+            folder = job.folder(label, number)
+            assert folder is not None
+            done = len(Journal(folder).history())
+            if rounds < done:
+                raise InputError("rounds", rounds, f"at least {done}: so many are over in {folder}")
+    changed = {label: dataclasses.replace(experiment, rounds=rounds) for label, experiment in job.experiments.items()}
+    return dataclasses.replace(job, experiments=changed)
+
+
+def _resume_run(folder: Path, rounds: int | None) -> None:
+    """Go on with a single run."""
     if not (folder / folders.RUN).is_file():
-        inside = folders.run_folders(folder)
-        hint = f", such as {inside[0]}" if inside else ""
-        raise InputError("folder", str(folder), f"the folder of a run, which holds {folders.RUN}{hint}")
+        right = f"a folder that --out made, which holds {folders.RUN} or {saved.JOB}"
+        raise InputError("folder", str(folder), right)
     check_format(folder)
     experiment = Experiment.from_toml(folder / folders.RUN)
+    if rounds is not None:
+        experiment = dataclasses.replace(experiment, rounds=rounds)
     label = experiment.method.id
+    beside = saved.beside(folder)
+    if beside is not None:
+        say(
+            f"{folder} was trained together with others: alone its last bits differ; 'fedstill resume {beside}' keeps them"
+        )
     with watch([label], experiment.rounds) as shown, stoppable(folder):
-        run = simulation.resume(folder, progress=lambda record: shown.step(label, 0, record))
-        shown.resumed(label, run.history[-1])
+        run = simulation.resume(folder, rounds=rounds, progress=lambda record: shown.step(label, 0, record))
+        shown.resumed(label, 0, run.history[-1])
     facts = Facts.of(experiment, prepare.federation_of(experiment))
     folders.save(folder, {label: experiment}, {label: [(folder, run)]}, facts, command="resume")
     results([run], facts)

@@ -3,6 +3,7 @@
     experiment.toml    all settings, defaults included              environment.json   versions and device
     partition.json     who has which samples, with its hash         metrics.jsonl      one record a round
     timeline.jsonl     with simulated time: what each client did and when, one line a round
+    scores.json        scores after the federation                  failed.json        why the run could not go on
     choices.json       measured choices (kernels, clients at once); a resumed run uses them again
     checkpoints/       the newest two states (safetensors, with checksums; many clients in several files); `fedstill resume
                        FOLDER` continues from the newest
@@ -34,6 +35,7 @@ from .experiment import FORMAT
 KEEP = 2  # number of checkpoints to keep: a kill while one is written leaves the one before
 FILE_BYTES = 256 * 2**20  # bytes of clients' memories in one file
 CLIENTS = "clients"
+FAILED, SCORES = "failed.json", "scores.json"
 
 
 class Journal:
@@ -107,9 +109,48 @@ class Journal:
             checkpoint.add(client, client_state)
         checkpoint.close()
 
-    def load(self, device: torch.device) -> Checkpoint | None:
-        """Return the newest complete checkpoint whose rounds are all recorded, or None."""
-        for index_file in sorted(self.checkpoints.glob("round-*.json"), reverse=True):
+    @property
+    def begun(self) -> bool:
+        """Whether the folder holds a run."""
+        return (self.folder / "experiment.toml").is_file()
+
+    def amend(self, experiment: str) -> None:
+        """Replace the run's settings by those with which it goes on."""
+        write(self.folder / "experiment.toml", experiment.encode())
+
+    def fail(self, reason: str) -> None:
+        """Note why the run cannot go on."""
+        write(self.folder / FAILED, (json.dumps({"reason": reason}) + "\n").encode())
+
+    def failure(self) -> str:
+        """Return why the run could not go on; "" where it has not failed."""
+        try:
+            return str(json.loads((self.folder / FAILED).read_text(encoding="utf-8"))["reason"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return ""
+
+    def write_scores(self, scores: Mapping[str, Any]) -> None:
+        """Write the scores after the federation, where any were asked for."""
+        if scores:
+            write(self.folder / SCORES, (json.dumps(scores, indent=2) + "\n").encode())
+
+    def scores(self) -> dict[str, Any] | None:
+        """Return the scores that were written; None where there are none."""
+        try:
+            scores = json.loads((self.folder / SCORES).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return None
+        return scores if isinstance(scores, dict) else None
+
+    def rounds(self, device: torch.device) -> list[int]:
+        """Return the rounds of the checkpoints that a run can go on from, ascending."""
+        numbers = sorted(int(file.stem.removeprefix("round-")) for file in self.checkpoints.glob("round-*.json"))
+        return [number for number in numbers if self.load(device, number) is not None]
+
+    def load(self, device: torch.device, round: int | None = None) -> Checkpoint | None:
+        """Return the newest complete checkpoint whose rounds are all recorded, or that of a given round; None without one."""
+        name = "round-*.json" if round is None else f"round-{round:06d}.json"
+        for index_file in sorted(self.checkpoints.glob(name), reverse=True):
             try:
                 index = json.loads(index_file.read_text(encoding="utf-8"))
                 entries = index["parts"]
@@ -127,6 +168,7 @@ class Journal:
         write(self.metrics, "".join(json.dumps(r) + "\n" for r in records).encode())
         if self.timeline.exists():
             write(self.timeline, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        (self.folder / FAILED).unlink(missing_ok=True)
         by_round = {line["round"]: {"timeline": line} for line in lines}
         return [{**record, **by_round.get(record["round"], {})} for record in records]
 

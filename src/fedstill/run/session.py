@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,10 +35,10 @@ from ..timing.monitor import SimulatedMonitor
 from ..timing.schedule import Schedule, Trigger
 from ..timing.wait_free import Background, WaitFree
 from ..transport.local import LocalTransport
-from ..transport.messages import Transport
+from ..transport.messages import Dialogue, Transport
 from .callbacks import JournalCallback, Progress, ProgressCallback, restore, state_of
 from .driver import Driver
-from .journal import Journal, write
+from .journal import Journal
 from .prepare import Simulation
 from .result import Run
 
@@ -66,13 +65,14 @@ class Session:
     coordinators: Sequence[Coordinator]
     driver: Driver
     trainer: Trainer
+    first: Sequence[int]  # by run the rounds that were over when it started
     began: float = field(default_factory=time.perf_counter)
 
     def run(self) -> list[Run | TrainingError]:
         """Run to the end; in the place of a run that could not go on stands why."""
         try:
             with self.trainer.quiet():
-                failed = self.driver.run({c.run: c.talk() for c in self.coordinators})
+                failed = self.driver.run({c.run: self._talk(c) for c in self.coordinators})
             return [failed[c.run] if c.run in failed else self._end(c) for c in self.coordinators]
         finally:
             self.trainer.close()
@@ -93,17 +93,29 @@ class Session:
         """End worker processes and free what programs set aside."""
         self.trainer.close()
 
+    def _talk(self, coordinator: Coordinator) -> Dialogue[None]:
+        """Run a coordinator; note in its folder why it could not go on, so that a resumed comparison does not try again."""
+        journal = self.starts[coordinator.run].journal
+        try:
+            yield from coordinator.talk()
+        except TrainingError as error:
+            if journal is not None:
+                journal.fail(str(error))
+            raise
+
     def _end(self, coordinator: Coordinator) -> Run | TrainingError:
         """Return a run's result, with the scores that were asked for after the federation."""
         start = self.starts[coordinator.run]
         sim, seconds = start.simulation, (time.perf_counter() - self.began) / len(self.starts)
         run = Run.of(sim, coordinator, self.driver, self.trainer.name, seconds)
+        finished = start.journal is not None and self.first[coordinator.run] == run.task.rounds  # by an earlier process
+        kept = start.journal.scores() if start.journal is not None and finished else None
         try:
-            run = dataclasses.replace(run, after=scores.after(run))
+            run = dataclasses.replace(run, after=scores.after(run) if kept is None else kept)
         except TrainingError as error:
             return error
-        if start.journal is not None and run.after:
-            write(start.journal.folder / "scores.json", (json.dumps(run.after, indent=2) + "\n").encode())
+        if start.journal is not None and kept is None:
+            start.journal.write_scores(run.after)
         return run
 
 
@@ -124,11 +136,12 @@ def start(starts: Sequence[Start], transport: Transports | None = None) -> Sessi
         _coordinator(start, number, len(starts), strategy, carrier, trainer)
         for number, (start, strategy) in enumerate(zip(starts, rounds, strict=True))
     ]
+    at = _common_round(starts)
     for start, coordinator in zip(starts, coordinators, strict=True):
-        _resume(start, coordinator, driver)
+        _resume(start, coordinator, driver, at)
     if len({coordinator.state.round for coordinator in coordinators}) > 1:
         raise CannotStack("the runs are not at the same round")
-    return Session(starts, coordinators, driver, trainer)
+    return Session(starts, coordinators, driver, trainer, [coordinator.state.round for coordinator in coordinators])
 
 
 def _coordinator(
@@ -170,12 +183,27 @@ def _coordinator(
     )
 
 
-def _resume(start: Start, coordinator: Coordinator, driver: Driver) -> None:
-    """Continue after the newest checkpoint, where that is asked for and there is one; else from the beginning."""
+def _common_round(starts: Sequence[Start]) -> int | None:
+    """Return the newest round of which every run that goes on with others has a checkpoint; None for a single run.
+
+    A kill between two runs' checkpoints leaves them at different rounds. Each keeps the one before as well.
+    """
+    journals = [start.journal for start in starts if start.journal is not None and start.resume]
+    if len(starts) == 1 or len(journals) < len(starts):
+        return None
+    held = [journal.rounds(starts[0].simulation.device) for journal in journals]
+    common = set.intersection(*map(set, held))
+    if not common and any(held):
+        raise CannotStack("they have no checkpoints of the same round")
+    return max(common, default=0)
+
+
+def _resume(start: Start, coordinator: Coordinator, driver: Driver, at: int | None) -> None:
+    """Continue after the newest checkpoint, or that of round `at`, where there is one; else from the beginning."""
     journal, sim = start.journal, start.simulation
     if journal is None:
         return
-    checkpoint = journal.load(sim.device) if start.resume else None
+    checkpoint = journal.load(sim.device, at) if start.resume else None
     if start.resume:
         sim.trainer.choices.update(journal.choices())
     if checkpoint is None:

@@ -87,32 +87,82 @@ def begin(
     out: str | Path | None = None,
     progress: Progress | None = None,
     federation: Federation | None = None,
+    resume: bool = False,
 ) -> Start:
-    """Return a whole experiment as it is before its first round, its folder made."""
+    """Return a whole experiment as it is before its first round, its folder made.
+
+    With `resume` a folder that holds the experiment is continued, if need be with the other number of rounds.
+    """
     journal = Journal(out) if out is not None else None
+    if journal and resume and journal.begun:
+        return continued(journal.folder, progress=progress, federation=federation, experiment=experiment)
     if journal:
         journal.check_free()
     simulation, federation = from_experiment(experiment, federation)
     if journal:
-        kind = federation.partition_record.get("kind")
-        complete = experiment.dealt(kind if kind in ("owner", "domain") else None)
-        data = PYTHON if kind == "arrays" else complete.data
-        complete = dataclasses.replace(complete, clients=len(federation), data=data)
         record, threads = partition_record(federation, experiment.profile), simulation.trainer.training_threads
-        journal.begin(complete.to_toml(), record, simulation.device, threads)
+        journal.begin(complete(experiment, federation).to_toml(), record, simulation.device, threads)
     return Start(simulation, journal, experiment.checkpoint_every, progress)
 
 
-def resume(folder: str | Path, *, progress: Progress | None = None, transport: Transports | None = None) -> Run:
-    """Continue a run from its newest checkpoint, to the same bits as if it had never stopped."""
+def complete(experiment: Experiment, federation: Federation) -> Experiment:
+    """Return the experiment with what its data decided filled in."""
+    kind = federation.partition_record.get("kind")
+    dealt = experiment.dealt(kind if kind in ("owner", "domain") else None)
+    return dataclasses.replace(dealt, clients=len(federation), data=PYTHON if kind == "arrays" else dealt.data)
+
+
+def resume(
+    folder: str | Path,
+    *,
+    rounds: int | None = None,
+    progress: Progress | None = None,
+    transport: Transports | None = None,
+) -> Run:
+    """Continue a run from its newest checkpoint, to the same bits as if it had never stopped.
+
+    With `rounds` it goes on to that many, which the folder's experiment.toml then says.
+    """
     check_path("folder", folder)
     check_callable("progress", progress)
+    return finish(continued(folder, rounds=rounds, progress=progress), transport)
+
+
+def continued(
+    folder: str | Path,
+    *,
+    rounds: int | None = None,
+    progress: Progress | None = None,
+    federation: Federation | None = None,
+    experiment: Experiment | None = None,
+) -> Start:
+    """Return the run that a folder holds as it goes on after its newest checkpoint.
+
+    `experiment` is what it should hold; only its number of rounds may be another. `federation` saves reading the data again.
+    """
     check_format(folder)
     journal = Journal(folder)
-    experiment = Experiment.from_toml(journal.folder / "experiment.toml")
-    simulation, federation = from_experiment(experiment)
-    journal.check_partition(partition_record(federation, experiment.profile))
-    return finish(Start(simulation, journal, experiment.checkpoint_every, progress, resume=True), transport)
+    held = Experiment.from_toml(journal.folder / "experiment.toml")
+    wanted = held if rounds is None else dataclasses.replace(held, rounds=rounds)
+    simulation, federation = from_experiment(wanted if experiment is None else experiment, federation)
+    if experiment is not None:
+        wanted = complete(experiment, federation)
+        check_same(held, wanted, journal.folder)
+    journal.check_partition(partition_record(federation, wanted.profile))
+    if wanted.rounds != held.rounds:
+        done = len(journal.history())
+        if wanted.rounds < done:
+            raise InputError("rounds", wanted.rounds, f"at least {done}: so many are over")
+        journal.amend(wanted.to_toml())
+    return Start(simulation, journal, wanted.checkpoint_every, progress, resume=True)
+
+
+def check_same(held: Experiment, wanted: Experiment, folder: Path) -> None:
+    """Refuse a folder that holds another run than the one that should go on in it."""
+    (one, other) = ({**settings.values_of(e), "method": e.method} for e in (held, wanted))
+    for name, value in other.items():
+        if name != "rounds" and one[name] != value:
+            raise InputError(name, value, f"{one[name]}, as in {folder / 'experiment.toml'}")
 
 
 def partition_record(federation: Federation, profile: str) -> dict[str, Any]:

@@ -50,14 +50,16 @@ def try_together(
     federations: Sequence[Federation | None] | None = None,
     begins: Callable[[Sequence[int]], None] | None = None,
     transport: Transports | None = None,
+    resume: bool = False,
 ) -> list[Run | TrainingError]:
     """Run as `run_together` does, with a progress function for each run; a run that fails is replaced by its error.
 
-    `begins` is called with the numbers of the runs that begin, each time some do.
+    `begins` is called with the numbers of the runs that begin, each time some do. With `resume`, folders that hold these
+    experiments are continued, all from the same round.
     """
     none = [None] * len(experiments)
     starts = [
-        begin(experiment, out=folder, federation=federation, progress=follow)
+        begin(experiment, out=folder, federation=federation, progress=follow, resume=resume)
         for experiment, folder, federation, follow in zip(
             experiments, outs or none, federations or none, progress or none, strict=True
         )

@@ -1,0 +1,249 @@
+"""Runs a job: checks all of it, trains, reports; `resume` goes on with one whose folder holds it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..core import settings
+from ..core.errors import TrainingError
+from ..data import Federation
+from ..report import local_work
+from ..report.text import Facts
+from ..run import prepare, simulation, together
+from ..run.callbacks import Progress
+from ..run.experiment import Experiment
+from ..run.journal import Journal
+from ..run.legal import check_out
+from ..run.result import Run
+from . import flags, folders, saved
+from .job import SWEEP, Job
+from .live import Watch, watch
+from .saved import Groups
+from .screen import results, say
+
+NOT_SAVED = "nothing was written: --out FOLDER saves the run (settings, metrics, checkpoints, picture)"
+
+
+@dataclasses.dataclass
+class Results:
+    """The results of a job so far, by label."""
+
+    runs: dict[str, list[Run]] = dataclasses.field(default_factory=dict)
+    folders: dict[str, list[Path]] = dataclasses.field(default_factory=dict)
+    hashes: list[str] = dataclasses.field(default_factory=list)  # of the partitions, by seed
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def add(self, label: str, seed: int, result: Run | TrainingError, folder: Path | None) -> None:
+        """Add a run, or the reason why it failed."""
+        if isinstance(result, TrainingError):
+            before = f"{self.failed[label]}; " if label in self.failed else ""
+            self.failed[label] = f"{before}seed {seed}: {result}"
+            return
+        self.runs.setdefault(label, []).append(result.without_data())
+        if folder is not None:
+            self.folders.setdefault(label, []).append(folder)
+
+
+def execute(job: Job, resume: bool = False) -> None:
+    """Run a job and report on it. Every experiment is checked before the first is run or anything is written.
+
+    With `resume` the runs that its folder holds go on, and those that are finished are not run again.
+    """
+    replaces_demo = job.command == folders.DEMO and job.out is not None and not resume and folders.is_demo(job.out)
+    if job.out is not None and not replaces_demo and not resume:
+        check_out(job.out)
+    federation = prepare.federation_of(job.first)
+    stacked, notes = _check(job, federation)
+    facts = Facts.of(job.first, federation)
+    if job.out is not None and replaces_demo:
+        folders.remove(job.out)
+    if job.out is not None and job.several:
+        saved.write_job(job)
+        folders.save(job.out, job.experiments, {}, facts, command=job.command)  # marks the folder from the beginning
+    sizes = [len(client.y_train) for client in federation.clients]
+    samples = f"{min(sizes):,} to {max(sizes):,} training samples each"
+    say(f"{job.first.data}: {len(federation)} clients by {facts.partition}, {samples}; model {job.first.model}")
+    for line in notes:
+        say(line)
+    with stoppable(job.out if job.several else job.folder(next(iter(job.experiments)), 0)):
+        done = _run_all(job, federation, stacked, resume)
+    _report(job, done, dataclasses.replace(facts, hashes=tuple(done.hashes)))
+
+
+def _check(job: Job, federation: Federation) -> tuple[list[str], list[str]]:
+    """Refuse what cannot run. Return the labels whose clients are stacked, and a line for each flag without effect."""
+    stacked: list[str] = []
+    unused: dict[tuple[str, str], list[str]] = {}  # labels by (field, reason)
+    for label, experiment in job.experiments.items():
+        ready, _ = prepare.from_experiment(experiment, federation)
+        if ready.trainer.name == "stacked":
+            stacked.append(label)
+        method, task = experiment.method, ready.trainer.bench.task
+        names = [name for name in job.explicit if name not in settings.values_of(method)]
+        for pair in experiment.without_effect(names):
+            unused.setdefault(pair, []).append(label)
+        for name, reason in local_work.without_effect(method, task, ready.training, job.explicit):
+            unused[name, reason] = list(job.experiments)  # the reason names the method
+    lines = []
+    for (name, reason), labels in unused.items():
+        on = "" if len(labels) == len(job.experiments) else f" on {', '.join(labels)}"
+        lines.append(f"{flags.flag(name)} has no effect{on} {flags.in_words(reason)}")
+    return stacked, lines
+
+
+def _run_all(job: Job, federation: Federation, stacked: Sequence[str], resume: bool) -> Results:
+    """Run every experiment with every seed; `federation` is the data of the first seed."""
+    done = Results()
+    federations = []
+    groups = saved.Groups.read(job.out if job.several else None)
+    with watch(list(job.experiments), job.first.rounds, job.seeds) as progress:
+        for number in range(job.seeds):
+            if number:
+                federation = prepare.federation_of(_seeded(job.first, number))
+            done.hashes.append(federation.hash)
+            if stacked:
+                federations.append(federation)
+            for label in job.experiments:
+                if label not in stacked and label not in done.failed:
+                    _run_one(job, label, number, federation, progress, done, resume)
+        for labels in [stacked] if job.command == SWEEP else [[label] for label in stacked]:
+            if labels:
+                _run_stacked(job, labels, federations, progress, done, groups, resume)
+    return done
+
+
+def _seeded(experiment: Experiment, number: int) -> Experiment:
+    """Return the experiment with the `number`-th seed after its own."""
+    return dataclasses.replace(experiment, seed=experiment.seed + number)
+
+
+def _run_one(
+    job: Job, label: str, number: int, federation: Federation, progress: Watch, done: Results, resume: bool
+) -> None:
+    """Run an experiment with one seed. A failure is noted and leaves the others alone."""
+    experiment, folder = _seeded(job.experiments[label], number), job.folder(label, number)
+    progress.start(label)
+
+    def step(record: dict[str, Any]) -> None:
+        progress.step(label, number, record)
+
+    result: Run | TrainingError
+    try:
+        _check_failed(folder, resume)
+        start = simulation.begin(experiment, out=folder, progress=step, federation=federation, resume=resume)
+        result = simulation.finish(start)
+        progress.resumed(label, number, result.history[-1])
+    except TrainingError as error:
+        result = error
+    done.add(label, experiment.seed, result, folder)
+
+
+def _run_stacked(
+    job: Job,
+    labels: Sequence[str],
+    federations: Sequence[Federation],
+    progress: Watch,
+    done: Results,
+    groups: Groups,
+    resume: bool,
+) -> None:
+    """Run all seeds of some experiments, whose clients are stacked, together where that is possible.
+
+    With `resume`, those go on together that were together before.
+    """
+    runs = {job.name(label, number): (label, number) for label in labels for number in range(job.seeds)}
+    outcomes: dict[str, Run | TrainingError] = {}
+    for name, run in runs.items():
+        try:
+            _check_failed(job.folder(*run), resume)
+        except TrainingError as error:
+            outcomes[name] = error
+    left = [name for name in runs if name not in outcomes]
+    for names in groups.divide(left) if resume else [left]:
+        members = [runs[name] for name in names]
+        outcomes |= zip(names, _run_group(job, members, federations, progress, groups, resume), strict=True)
+    for name, (label, number) in runs.items():
+        outcome = outcomes[name]
+        if not isinstance(outcome, TrainingError):
+            progress.resumed(label, number, outcome.history[-1])
+        done.add(label, job.experiments[label].seed + number, outcome, job.folder(label, number))
+
+
+def _run_group(
+    job: Job,
+    runs: Sequence[tuple[str, int]],
+    federations: Sequence[Federation],
+    progress: Watch,
+    groups: Groups,
+    resume: bool,
+) -> list[Run | TrainingError]:
+    """Run several experiments, each with the number of its seed, together where that is possible."""
+    side_by_side: list[int] = []  # the runs that are trained together now
+
+    def begin(indices: Sequence[int]) -> None:
+        groups.begin([job.name(*runs[i]) for i in indices])
+        side_by_side[:] = indices
+        for label in dict.fromkeys(runs[i][0] for i in indices):
+            progress.start(label)
+
+    def step_of(index: int) -> Progress:
+        label, number = runs[index]
+
+        def step(record: dict[str, Any]) -> None:
+            if sum(runs[i][0] == label for i in side_by_side) == job.seeds:
+                progress.step_together(label, record)
+            else:
+                progress.step(label, number, record)
+
+        return step
+
+    return together.try_together(
+        [_seeded(job.experiments[label], number) for label, number in runs],
+        outs=[job.folder(label, number) for label, number in runs],
+        federations=[federations[number] for _, number in runs],
+        progress=[step_of(index) for index in range(len(runs))],
+        begins=begin,
+        resume=resume,
+    )
+
+
+def _check_failed(folder: Path | None, resume: bool) -> None:
+    """Raise the error that ended a run before, which nothing but other settings would change."""
+    reason = Journal(folder).failure() if resume and folder is not None else ""
+    if reason:
+        raise TrainingError(reason)
+
+
+def _report(job: Job, done: Results, facts: Facts) -> None:
+    """Print the table, save summary and picture, and raise an error that names what failed."""
+    if done.runs:
+        results([run for runs in done.runs.values() for run in runs], facts)
+        if job.command == SWEEP and len(done.runs) == 1:
+            say(f"only {next(iter(done.runs))} finished")
+        say()
+    if job.out is not None:
+        pairs = {label: list(zip(done.folders[label], runs, strict=True)) for label, runs in done.runs.items()}
+        if done.runs or job.compares:
+            folders.save(job.out, job.experiments, pairs, facts, done.failed, job.command)
+        if done.runs:
+            say(f"saved in {job.out}")
+            say(folders.draw(job.out, done.runs, facts))
+    elif done.runs:
+        say(NOT_SAVED)
+    if done.failed:
+        raise TrainingError("; ".join(f"{label}, {reason}" for label, reason in done.failed.items()))
+
+
+@contextmanager
+def stoppable(folder: Path | None) -> Iterator[None]:
+    """Within, an interrupt says how to resume the run in a folder."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if folder is not None and ((folder / folders.RUN).is_file() or (folder / saved.JOB).is_file()):
+            raise KeyboardInterrupt(f"stopped; 'fedstill resume {folder}' goes on") from None
+        raise
