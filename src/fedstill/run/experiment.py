@@ -16,6 +16,7 @@ from .. import methods
 from ..core import settings
 from ..core.errors import InputError, Shown, check_path, nearest
 from ..core.method import Method
+from ..core.protection import Acceptance, Privacy, Robustness
 from ..core.settings import setting
 from ..core.training import FederationSettings, FurtherScores, LocalTraining, Machine, ServerOptimizer, Timing
 from ..server.sampler import BY_PLAN, SAMPLERS
@@ -26,7 +27,7 @@ FORMAT = 2  # of a run folder, in its environment.json; raised when older folder
 
 @dataclass(frozen=True, kw_only=True)
 class Training(
-    FurtherScores, Timing, Machine, ServerOptimizer, LocalTraining, FederationSettings
+    Privacy, Robustness, Acceptance, FurtherScores, Timing, Machine, ServerOptimizer, LocalTraining, FederationSettings
 ):  # the last base's fields come first
     """How a federation is trained. The fields are `simulate`'s keywords, and flags and TOML keys by the same names."""
 
