@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo setup test quick lint format clean
+.PHONY: demo setup test quick soak lint format clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/demo
@@ -17,6 +17,10 @@ test: .venv/dev
 
 quick: .venv/dev
 	$(BIN)/python -m pytest -n 2 --quick
+
+# the damage done in full (hours); `make soak ONLY="kill gate"` runs some sections
+soak: .venv/dev
+	$(BIN)/python benchmarks/soak.py $(if $(ONLY),--only $(ONLY))
 
 lint: .venv/dev
 	$(BIN)/ruff check .
