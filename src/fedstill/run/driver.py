@@ -7,13 +7,14 @@ train their clients as one cohort, and each is sent its own replies.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from ..core.errors import TrainingError
 from ..transport.messages import Dialogue, Order, Reply, Request, Transport
 
 Key: TypeAlias = tuple[int, str, int, int]  # run, kind, round and client of an order
+OnFailure: TypeAlias = Callable[[int, TrainingError], None]
 
 
 class Driver:
@@ -24,17 +25,24 @@ class Driver:
         self.out: set[Key] = set()  # orders of requests that wait for "any" reply, and may be answered later
         self.early: list[Reply] = []  # answers to these that came while their run waited for something else
 
-    def run(self, dialogues: Mapping[int, Dialogue[None]]) -> dict[int, TrainingError]:
+    def run(
+        self, dialogues: Mapping[int, Dialogue[None]], on_failure: OnFailure | None = None
+    ) -> dict[int, TrainingError]:
         """Run coordinators, by the number of their run, to their ends; return why some could not continue.
 
-        A run whose training fails leaves the others alone.
+        A run whose training fails leaves the others alone; `on_failure` is called with its number and the error at once.
         """
         failed: dict[int, TrainingError] = {}
-        for _ in self.turns(dialogues, failed):
+        for _ in self.turns(dialogues, failed, on_failure):
             pass
         return failed
 
-    def turns(self, dialogues: Mapping[int, Dialogue[None]], failed: dict[int, TrainingError]) -> Iterator[None]:
+    def turns(
+        self,
+        dialogues: Mapping[int, Dialogue[None]],
+        failed: dict[int, TrainingError],
+        on_failure: OnFailure | None = None,
+    ) -> Iterator[None]:
         """Run coordinators, and yield whenever all have got their replies; `failed` is filled with what went wrong."""
         waiting: dict[int, Request] = {}
         replies: dict[int, list[Reply] | None] = dict.fromkeys(dialogues)
@@ -46,6 +54,8 @@ class Driver:
                     pass
                 except TrainingError as error:
                     failed[run] = error
+                    if on_failure is not None:
+                        on_failure(run, error)
             yield
             replies = dict(self.exchange(waiting)) if waiting else {}
             waiting = {}

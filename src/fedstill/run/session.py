@@ -35,7 +35,7 @@ from ..timing.monitor import SimulatedMonitor
 from ..timing.schedule import Schedule, Trigger
 from ..timing.wait_free import Background, WaitFree
 from ..transport.local import LocalTransport
-from ..transport.messages import Dialogue, Transport
+from ..transport.messages import Transport
 from .callbacks import JournalCallback, Progress, ProgressCallback, restore, state_of
 from .driver import Driver
 from .journal import Journal
@@ -72,7 +72,7 @@ class Session:
         """Run to the end; in the place of a run that could not go on stands why."""
         try:
             with self.trainer.quiet():
-                failed = self.driver.run({c.run: self._talk(c) for c in self.coordinators})
+                failed = self.driver.run({c.run: c.talk() for c in self.coordinators}, self._note)
             return [failed[c.run] if c.run in failed else self._end(c) for c in self.coordinators]
         finally:
             self.trainer.close()
@@ -93,15 +93,11 @@ class Session:
         """End worker processes and free what programs set aside."""
         self.trainer.close()
 
-    def _talk(self, coordinator: Coordinator) -> Dialogue[None]:
-        """Run a coordinator; note in its folder why it could not go on, so that a resumed comparison does not try again."""
-        journal = self.starts[coordinator.run].journal
-        try:
-            yield from coordinator.talk()
-        except TrainingError as error:
-            if journal is not None:
-                journal.fail(str(error))
-            raise
+    def _note(self, run: int, error: TrainingError) -> None:
+        """Note in a run's folder why it could not go on, so that a resumed comparison does not try again."""
+        journal = self.starts[run].journal
+        if journal is not None:
+            journal.fail(str(error))
 
     def _end(self, coordinator: Coordinator) -> Run | TrainingError:
         """Return a run's result, with the scores that were asked for after the federation."""
