@@ -66,7 +66,7 @@ def test_an_interrupt_says_how_to_go_on(tmp_path) -> None:
     started.send_signal(signal.SIGINT)
     _, err = started.communicate(timeout=30)
     assert started.returncode == 130
-    assert err == "fedstill: stopped; 'fedstill resume q' continues this run\n"
+    assert err == "fedstill: stopped; 'fedstill resume q' goes on\n"
 
 
 def test_a_reader_that_leaves_is_no_error(tmp_path) -> None:
