@@ -19,7 +19,7 @@ import numpy as np
 from ..core.errors import TrainingError
 from ..core.method import Method, Upload
 from ..core.plan import Plan
-from ..core.task import Task
+from ..core.task import Average, Task
 from ..core.tree import Tree
 from ..engine.step import explained
 from ..transport.messages import Dialogue, Kind, Order, Reply, Request, Transport
@@ -147,6 +147,8 @@ class Coordinator:
     sampler: Sampler = uniform
     gate: Gate = field(default_factory=Gate)
     aggregator: Aggregator = field(default_factory=Aggregator)
+    average: Callable[[Task, Tree], Average] | None = None
+    """Return what stands behind `task.average` in a round's merge, given the server's state: for noise and trusted updates."""
     common: Callable[[Tree], float] | None = None  # accuracy on a test set that belongs to no client
     away: frozenset[int] = frozenset()  # clients that are neither trained nor scored
     watch: Callable[[Sequence[Reply], Sequence[Record]], Record] | None = None
@@ -188,8 +190,10 @@ class Coordinator:
         asked, carried = time.perf_counter(), self.transport.seconds
         exchange = yield from self.rounds.exchange(self, task, orders)
         waited, carried = time.perf_counter() - asked, self.transport.seconds - carried
+        merging = task if self.average is None else dataclasses.replace(task, average=self.average(task, state.server))
         with explained(self.method, task, stacked=False):
-            merged = self.aggregator.merge(self.method, task, state.server, [upload for _, upload in exchange.merged])
+            uploads = [upload for _, upload in exchange.merged]
+            merged = self.aggregator.merge(self.method, merging, state.server, uploads)
         state.server = self.rounds.step(task, state.server, merged)
         self.settle(task.round, cohort, exchange)
         took = time.perf_counter() - began
