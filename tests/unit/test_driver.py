@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
 import time
@@ -31,7 +32,7 @@ class Posted:
         for order in orders:
             delay = self.delays[order.client]
             if delay is not None:
-                timer = threading.Timer(delay, self.box.put, (reply(order.client, order.round, order.run, order.kind),))
+                timer = threading.Timer(delay, self.box.put, (answer(order),))
                 timer.daemon = True
                 timer.start()
 
@@ -47,8 +48,8 @@ class Posted:
         return sorted(self.delays)
 
 
-def reply(client: int, round: int = 1, run: int = 0, kind="train") -> Reply:
-    return Reply(kind, round, client, {}, {"samples": float(client + 1)}, run)
+def answer(order: Order) -> Reply:
+    return Reply(order.kind, order.round, order.client, {}, {"samples": 1.0}, order.run, order=order.id)
 
 
 def orders(clients: Sequence[int], round: int = 1, run: int = 0) -> list[Order]:
@@ -80,9 +81,9 @@ def test_a_deadline_that_passes_between_two_replies_ends_the_round() -> None:
 
     class Endless(Posted):
         def replies(self, timeout: float | None = None) -> Iterator[Reply]:
-            yield reply(0)
+            yield answer(self.dispatched[0])
             time.sleep(0.3)
-            yield reply(1)
+            yield answer(self.dispatched[1])
             raise AssertionError("asked for more after the deadline")
 
     assert names(Driver(Endless({0: None, 1: None})).exchange({0: Request(orders([0, 1]), 0.2)})[0]) == [(0, 1)]
@@ -91,16 +92,44 @@ def test_a_deadline_that_passes_between_two_replies_ends_the_round() -> None:
 def test_strays_of_an_earlier_round_and_doubles_do_not_count() -> None:
     class Noisy(Posted):
         def replies(self, timeout: float | None = None) -> Iterator[Reply]:
-            yield reply(1, round=0)  # of a round before
-            yield reply(1, run=7)  # of a run that is not there
-            yield reply(1, kind="score")  # of another order
-            yield reply(9)  # of a client that was not asked
+            yield answer(Order("train", 0, 1))  # of a round before
+            yield answer(Order("train", 1, 1, run=7))  # of a run that is not there
+            yield answer(Order("train", 1, 9))  # of a client that was not asked
+            yield Reply("train", 1, 1)  # without an order
+            yield Reply("train", 1, 1, order=[])  # type: ignore[arg-type]
             first = next(super().replies(timeout))
             yield first
             yield first
             yield from super().replies(timeout)
 
     assert names(Driver(Noisy({0: 0.0, 1: 0.05})).exchange({0: Request(orders([0, 1]))})[0]) == [(0, 1), (1, 1)]
+
+
+def test_a_reply_in_another_clients_name_does_not_win_and_costs_nobody_a_reply() -> None:
+    """Client 0 answers as client 1, before client 1 does: with its own order's id, and with one that it has guessed."""
+
+    class Spoofing(Posted):
+        def replies(self, timeout: float | None = None) -> Iterator[Reply]:
+            mine, other = self.dispatched
+            yield dataclasses.replace(answer(other), order=other.id + 1, report={"samples": 66.0})
+            yield dataclasses.replace(answer(other), order=mine.id, report={"samples": 66.0})
+            yield from super().replies(timeout)
+
+    zero, one = Driver(Spoofing({0: None, 1: 0.0})).exchange({0: Request(orders([0, 1]))})[0]
+    assert (zero.client, zero.report) == (0, {})
+    assert "'train' to client 1, round 1, run 0: not its own" in zero.fault
+    assert (one.client, one.report, one.fault) == (1, {"samples": 1.0}, "")
+
+
+@pytest.mark.parametrize("change", [{"round": 2}, {"kind": "score"}, {"run": 3}, {"client": 2}])
+def test_a_reply_to_another_order_than_its_own_is_faulty(change: dict) -> None:
+    class Confused(Posted):
+        def replies(self, timeout: float | None = None) -> Iterator[Reply]:
+            yield dataclasses.replace(answer(self.dispatched[0]), **change)
+
+    (found,) = Driver(Confused({0: None})).exchange({0: Request(orders([0]))})[0]
+    assert (found.kind, found.round, found.client, found.run) == ("train", 1, 0, 0)
+    assert "not its own" in found.fault
 
 
 def test_a_late_reply_is_a_stray_in_the_next_round() -> None:
@@ -151,7 +180,7 @@ def test_any_with_a_deadline_may_come_back_empty_and_the_reply_still_counts() ->
 def test_a_reply_that_was_asked_for_by_any_does_not_count_twice() -> None:
     driver = Driver(Posted({0: 0.0, 1: 0.2}))
     assert names(driver.exchange({0: Request(orders([0, 1]), until="any")})[0]) == [(0, 1)]
-    driver.transport.box.put(reply(0))  # type: ignore[attr-defined]
+    driver.transport.box.put(answer(driver.transport.dispatched[0]))  # type: ignore[attr-defined]
     assert names(driver.exchange({0: Request((), until="any")})[0]) == [(1, 1)]
 
 

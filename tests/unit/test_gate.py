@@ -179,6 +179,47 @@ def test_a_client_that_says_that_its_training_has_diverged_stops_the_run() -> No
         finish(prepared(fs.FedAvg()), Tampered(diverged))
 
 
+def diverges(clients: set[int]) -> Tampered:
+    """A transport by which the reports of some clients say that their training diverged in one round."""
+
+    def change(reply: Reply) -> Reply:
+        at = reply.kind == "train" and reply.round == ROUND and reply.client in clients
+        return dataclasses.replace(reply, report={**reply.report, "loss": float("nan")}) if at else reply
+
+    return Tampered(change)
+
+
+@pytest.mark.parametrize("how", [{}, {"profile": "uniform"}, {"engine": "stacked"}], ids=["sync", "timed", "stacked"])
+def test_where_divergence_is_refused_the_others_go_on_without_it(how: dict) -> None:
+    refused = finish(prepared(fs.SCAFFOLD(), on_divergence="refuse", **how), diverges({BAD}))
+    lost = finish(prepared(fs.SCAFFOLD(), **how), Tampered(is_lost))
+    assert [record.get("rejected") for record in refused.history] == [None, {"2": "the training loss is nan"}, None]
+    assert identical(states(refused), states(lost))
+    assert identical({"": tree.flatten(refused.server)}, {"": tree.flatten(lost.server)})
+
+
+def test_where_everybody_diverges_one_line_says_so() -> None:
+    with pytest.raises(fs.TrainingError, match=r"round 2: the training of all 6 clients diverged \(client 0: .* nan\)"):
+        finish(prepared(fs.FedAvg(), on_divergence="refuse"), diverges(set(range(6))))
+    found = finish(prepared(fs.FedAvg(), on_divergence="refuse"), diverges(set(range(5))))  # all but one
+    assert found.history[1]["participants"] == [5]
+
+
+def test_one_client_that_diverges_ends_no_run_of_single_replies() -> None:
+    """FedAsync merges one reply at a time, so the only one of a round may be the bad one."""
+    single = dict(profile="lognormal:0.5", mode="fedasync", rounds=12)
+
+    def change(reply: Reply) -> Reply:
+        at = reply.kind == "train" and reply.client == BAD
+        return dataclasses.replace(reply, report={**reply.report, "finite": 0.0}) if at else reply
+
+    found = finish(prepared(fs.FedAvg(), on_divergence="refuse", **single), Tampered(change))
+    assert {reason for record in found.history for reason in record.get("rejected", {}).values()} == {
+        "weights are no longer finite"
+    }
+    assert all(BAD not in record["participants"] for record in found.history)
+
+
 def test_in_simulated_time_a_bad_upload_is_rejected_and_takes_its_time() -> None:
     timed = dict(profile="lognormal:0.5")
     found = finish(prepared(fs.FedAvg(), **timed), sends(MISMATCHES["nan"][0]))

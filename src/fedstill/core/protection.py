@@ -6,13 +6,18 @@ The groups stand beside those of `core.training`; `run.experiment.Training` inhe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from .settings import Group
+from .settings import Group, setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance(Group):
     """Which replies the server accepts, and what happens when a client's own training diverges."""
+
+    on_divergence: Literal["stop", "refuse"] = setting(
+        "stop", "where a client's own training diverges: stop the run, or refuse its upload", group="server"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -275,7 +275,7 @@ class Edge:
     def _reply(
         self, order: Order, up: Tree | None = None, report: Mapping[str, float] | None = None, refusal: str = ""
     ) -> Reply:
-        return Reply(order.kind, order.round, order.client, up or {}, dict(report or {}), order.run, refusal)
+        return Reply(order.kind, order.round, order.client, up or {}, dict(report or {}), order.run, refusal, order.id)
 
     _answers: ClassVar[dict[str, Callable[[Edge, Sequence[Order]], Iterator[Reply]]]] = {
         "train": _train,

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from ..core.errors import TrainingError
-from ..transport.messages import Dialogue, Order, Reply, Request, Transport
+from ..transport.messages import Dialogue, Kind, Order, Reply, Request, Transport
 
-Key: TypeAlias = tuple[int, str, int, int]  # run, kind, round and client of an order
+Key: TypeAlias = tuple[int, Kind, int, int]  # run, kind, round and client of an order
 OnFailure: TypeAlias = Callable[[int, TrainingError], None]
 
 
@@ -22,7 +22,7 @@ class Driver:
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self.out: set[Key] = set()  # orders of requests that wait for "any" reply, and may be answered later
+        self.out: dict[int, Key] = {}  # orders of requests that wait for "any" reply, and may be answered later
         self.early: list[Reply] = []  # answers to these that came while their run waited for something else
 
     def run(
@@ -67,38 +67,53 @@ class Driver:
     def exchange(self, requests: Mapping[int, Request]) -> dict[int, list[Reply]]:
         """Send the orders of all requests out, and return for each run its replies by ascending client.
 
-        Replies to nobody's order, doubles, and those that come after the deadline are dropped.
+        Replies to nobody's order, doubles, and those that come after the deadline are dropped. A reply is matched by the id
+        of its order, which other clients do not know; one that names another client, kind, run or round is faulty.
         """
-        expected = {_key(order): run for run, request in requests.items() for order in request.orders}
         patient = {run for run, request in requests.items() if request.until == "all"}
         self.transport.dispatch([order for request in requests.values() for order in request.orders])
-        self.out |= {key for key, run in expected.items() if run not in patient}
-        missing = {key for key, run in expected.items() if run in patient}
+        missing: dict[int, Key] = {}
+        for run, request in requests.items():
+            (missing if run in patient else self.out).update({order.id: _key(order) for order in request.orders})
         waiting = frozenset(set(requests) - patient)  # for any reply
         deadlines = [request.deadline for request in requests.values()]
         deadline = None if None in deadlines else max((d for d in deadlines if d is not None), default=None)
         end = None if deadline is None else time.monotonic() + deadline
-        received = {_key(reply): reply for reply in self.early if reply.run in waiting}
+        received = [reply for reply in self.early if reply.run in waiting]
         self.early = [reply for reply in self.early if reply.run not in waiting]
-        eager = set(waiting - {reply.run for reply in received.values()})
+        eager = set(waiting - {reply.run for reply in received})
         if missing or eager:
             for reply in self.transport.replies(deadline):
                 if end is not None and time.monotonic() > end:
                     break
-                key = _key(reply)
-                if key in missing or (key in self.out and reply.run in waiting):
-                    received[key] = reply
+                if not isinstance(reply.order, int):
+                    continue
+                asked = missing.pop(reply.order, None)
+                key = self.out.pop(reply.order, None) if asked is None else asked
+                if key is None:
+                    continue
+                reply = _checked(reply, key)
+                if asked is not None or reply.run in waiting:
+                    received.append(reply)
                     eager.discard(reply.run)
-                elif key in self.out:
+                else:
                     self.early.append(reply)
-                missing.discard(key)
-                self.out.discard(key)
                 if not missing and not eager:
                     break
         replies: dict[int, list[Reply]] = {run: [] for run in requests}
-        for reply in sorted(received.values(), key=lambda reply: reply.client):
+        for reply in sorted(received, key=lambda reply: reply.client):
             replies[reply.run].append(reply)
         return replies
+
+
+def _checked(reply: Reply, key: Key) -> Reply:
+    """Return the reply; where it is not to the order that it answers, one without content that says so."""
+    if _key(reply) == key:
+        return reply
+    run, kind, round, client = key
+    named = [str(value)[:20] for value in (reply.kind, reply.client, reply.round, reply.run)]
+    fault = "it answers an order {!r} to client {}, round {}, run {}: not its own".format(*named)
+    return Reply(kind, round, client, run=run, order=reply.order, fault=fault)
 
 
 def _key(message: Order | Reply) -> Key:

@@ -167,7 +167,7 @@ def _coordinator(
         eval_every=training.eval_every,
         splits=("test",) if sim.data.val is None else ("test", "val"),
         sampler=SAMPLERS[training.sampler],
-        gate=Gate(sim.method.upload_varies),
+        gate=Gate(sim.method.upload_varies, training.on_divergence == "refuse"),
         aggregator=Aggregator(training.minimum, rule),
         common=None if sim.data.common is None else functools.partial(sim.common_accuracy, trainer),
         away=frozenset(sim.newcomers),

@@ -23,7 +23,7 @@ from ..core.task import Average, Task
 from ..core.tree import Tree
 from ..engine.step import explained
 from ..transport.messages import Dialogue, Kind, Order, Reply, Request, Transport
-from .gate import Gate, check_converging, example_upload
+from .gate import Gate, example_upload
 from .optimizer import Rule
 from .records import Scores, split_seconds, summary, traffic
 from .sampler import Memory, Sampler, uniform
@@ -158,6 +158,8 @@ class Coordinator:
     run: int = 0  # number among the runs that go side by side, which share the seconds
     runs: int = 1
     memory: Memory = field(init=False)  # what the sampler may use
+    noted: dict[str, str] = field(default_factory=dict, init=False)
+    """Clients whose other replies in this round were refused, with the reasons, for its record."""
     settled: dict[int, tuple[int, int]] = field(default_factory=dict, init=False)
     """By client the round up to which its replies are decided, and the round of the last one that was taken."""
     touched: set[int] = field(default_factory=set, init=False)  # clients that may have something to keep
@@ -212,6 +214,8 @@ class Coordinator:
         if task.round % self.eval_every == 0 or task.round == task.rounds:
             yield from self.rounds.before_scores(self, record)
             record |= yield from self.score(task)
+        if self.noted:
+            record["rejected"], self.noted = {**self.noted, **record.get("rejected", {})}, {}
         record["seconds"] = (time.perf_counter() - began) / self.runs
         state.history.append(record)
         for callback in self.callbacks:
@@ -265,8 +269,10 @@ class Coordinator:
     ) -> tuple[list[Reply], dict[str, Any]]:
         """Pass replies through the gate: return those that may be merged, and what the record says of the others."""
         refused = [reply.client for reply in replies if reply.refusal]
-        answers = [reply for reply in replies if not reply.refusal]
-        check_converging(task, answers)
+        faulty = {reply.client: reply.fault for reply in replies if reply.fault}
+        answers = [reply for reply in replies if not reply.refusal and not reply.fault]
+        diverged = self.gate.diverged(task, answers, len(self.present()))
+        answers = [reply for reply in answers if reply.client not in diverged]
         down = {order.client: order.down for order in orders}
 
         def example(reply: Reply) -> Tree:
@@ -278,9 +284,14 @@ class Coordinator:
         if hopeless:
             raise TrainingError(f"round {task.round}: no upload has ever had the right form; {hopeless}")
         record: dict[str, Any] = {"refused": refused} if refused else {}
+        reasons = dict(sorted({**faulty, **diverged, **reasons}.items()))
         if reasons:
             record["rejected"] = {str(client): reason for client, reason in reasons.items()}
         return accepted, record
+
+    def note(self, reasons: Mapping[int, str]) -> None:
+        """Have the round's record name these clients, whose replies to other orders than `train` are refused."""
+        self.noted |= {str(client): reason for client, reason in reasons.items()}
 
     def example(self, task: Task, down: Tree) -> Tree:
         """Return what a client that was sent `down` would upload, as far as names, shapes and dtypes go."""

@@ -1,7 +1,8 @@
 """The gate: every upload is checked before any method sees it. One bad client is refused and named; the round goes on.
 
 Checked are the names, shapes and dtypes of all entries, against what the method's own `finish` gives on an example, and that
-every number is finite. A client that itself reports that its training has diverged stops the run: see `check_converging`.
+every number is finite. A client that itself reports that its training has diverged stops the run, or is refused: as the
+setting `on_divergence` says.
 """
 
 from __future__ import annotations
@@ -52,11 +53,36 @@ class Gate:
     """
 
     varies: bool = False
+    refuse_diverged: bool = False  # whether a client whose own training diverged is refused, else it stops the run
     expected: Spec | None = field(default=None, init=False)
     round: int = field(default=0, init=False)
+    lost: dict[int, str] = field(default_factory=dict, init=False)  # divergences since one client's training did not
     wrong: dict[int, str] = field(
         default_factory=dict, init=False
     )  # uploads of a wrong form before the first right one
+
+    def diverged(self, task: Task, replies: Sequence[Reply], clients: int) -> dict[int, str]:
+        """Return how the training of clients has diverged, by their own reports.
+
+        It stops the run, unless these are refused: then only where nobody's has not, of three clients or of all `clients`.
+        """
+        reasons = {reply.client: reason for reply in replies if (reason := divergence(reply))}
+        if len(reasons) < len(replies):
+            self.lost.clear()
+        elif reasons:
+            self.lost |= reasons
+        advice = f"a smaller lr (now {task.lr:g}) usually helps"
+        if reasons and not self.refuse_diverged:
+            client, reason = next(iter(reasons.items()))
+            at = next(reply.round for reply in replies if reply.client == client)
+            raise TrainingError(f"round {at}, client {client}: {reason}; {advice}")
+        if len(self.lost) >= min(3, clients) and len(reasons) == len(replies):
+            client, reason = next(iter(reasons.items()))
+            who = f"all {len(self.lost)} clients" if len(self.lost) > 1 else "the only client"
+            raise TrainingError(
+                f"round {task.round}: the training of {who} diverged (client {client}: {reason}); {advice}"
+            )
+        return reasons
 
     def inspect(self, replies: Sequence[Reply], example: Callable[[Reply], Tree]) -> tuple[list[Reply], dict[int, str]]:
         """Divide replies into those that may be merged and the reasons, by client, for which the others are refused.
@@ -113,12 +139,9 @@ def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_converging(task: Task, replies: Sequence[Reply]) -> None:
-    """Stop the run where a client reports that its own training has diverged."""
-    for reply in replies:
-        loss = reply.report.get("loss", 0.0)
-        if not math.isfinite(loss) or not reply.report.get("finite", 1.0):
-            reason = f"the training loss is {loss}" if not math.isfinite(loss) else "weights are no longer finite"
-            raise TrainingError(
-                f"round {reply.round}, client {reply.client}: {reason}; a smaller lr (now {task.lr:g}) usually helps"
-            )
+def divergence(reply: Reply) -> str:
+    """Return in words how a client reports that its own training has diverged; else ""."""
+    loss = reply.report.get("loss", 0.0)
+    if not math.isfinite(loss):
+        return f"the training loss is {loss}"
+    return "" if reply.report.get("finite", 1.0) else "weights are no longer finite"

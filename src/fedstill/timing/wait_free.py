@@ -30,7 +30,6 @@ from ..core.task import Task
 from ..core.training import Timing
 from ..core.tree import Tree
 from ..server.coordinator import Coordinator, Exchange
-from ..server.gate import check_converging
 from ..server.records import each
 from ..transport.messages import Dialogue, Order, Reply, Request
 from .clock import Clock
@@ -178,5 +177,5 @@ class WaitFree(Schedule):
                 if background.since[k][0] == t
             ]
             replies += yield Request(orders)
-        check_converging(coordinator.task, replies)
+        coordinator.note(coordinator.gate.diverged(coordinator.task, replies, len(coordinator.present())))
         return replies

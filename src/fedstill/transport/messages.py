@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import secrets
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias, TypeVar
@@ -10,6 +12,7 @@ from ..core.tree import Params, Tree
 
 T = TypeVar("T")
 Kind: TypeAlias = Literal["train", "score", "begin", "idle", "tune", "model", "state", "restore"]
+NEW_ID = functools.partial(secrets.randbits, 53)  # a number that others cannot guess; no result depends on it
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Order:
     run: int = 0
     decided: int = 0  # of the client's replies up to this round it is decided whether the server took them
     taken: int = 0  # the round of the last reply that it took; 0: none
+    id: int = field(default_factory=NEW_ID)  # the reply must carry it: a reply in another client's name cannot
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class Reply:
     report: dict[str, float] = field(default_factory=dict)
     run: int = 0
     refusal: str = ""  # why the client did not do the work; empty: it did
+    order: int = 0  # the id of the order that it answers
+    fault: str = ""  # why the server's side cannot take it (bytes that are no message …); does not travel
 
 
 @dataclass(frozen=True)
