@@ -48,6 +48,8 @@ UNUSED = [  # settings, a field, another value of it
     (SLOW, "unselected", "broadcast"),
     ({}, "fine_tune_part", "all"),
     ({}, "join_epochs", 1),
+    ({}, "suspected", 2.0),
+    ({"average": "median"}, "clip_to", 1.0),
 ]
 USED = [
     ({"server": "momentum"}, "server_lr", 0.5),
@@ -67,6 +69,8 @@ USED = [
     (WAIT_FREE, "unselected", "broadcast"),
     ({"fine_tune": 10, "lr": 0.5, "rounds": 1}, "fine_tune_part", "all"),
     ({"newcomers": 1}, "join_epochs", 40),
+    ({"average": "trimmed-mean", "participation": 1.0}, "suspected", 0.4),
+    ({"average": "norm-clip"}, "clip_to", 0.01),
 ]
 
 

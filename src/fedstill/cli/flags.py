@@ -20,7 +20,9 @@ from ..core import settings
 from ..core.errors import InputError, Shown, nearest
 from ..core.method import Method
 
-ORDER = ("data", "model", "federation", "local training", "server", "time", "machine")  # of the groups in the help
+ORDER = (  # of the groups in the help
+    "data", "model", "federation", "local training", "server", "robustness", "time", "machine",
+)  # fmt: skip
 SYNONYMS = {  # names of the same in other libraries
     "alpha": "partition",
     "dataset": "data",

@@ -62,6 +62,8 @@ class Method:
     averages: ClassVar[bool] = (
         False  # whether `merge` puts a plain mean into "params", which a server optimizer may follow
     )
+    robust: ClassVar[bool] = True
+    """Whether what `merge` asks `task.average` for are means for everybody, which a robust rule can replace."""
     personal_passes: ClassVar[float] = 0.0
     """Where `step` trains two models: passes over the data for the personal one, which nothing that goes up depends on, for each
     pass for the other."""

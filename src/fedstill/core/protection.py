@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from .errors import InputError
 from .settings import Group, setting
 
 
@@ -23,6 +24,33 @@ class Acceptance(Group):
 @dataclass(frozen=True, kw_only=True)
 class Robustness(Group):
     """What the server makes of uploads of which some may be forged; and, for research, simulated attackers."""
+
+    average: Literal[
+        "mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "norm-clip"
+    ] = setting(
+        "mean", "what stands for the clients' mean: it, or a rule that tolerates forged uploads", group="robustness"
+    )  # fmt: skip
+    suspected: float = setting(
+        0.2, "trimmed-mean, krum, multi-krum: uploads of a round that may be forged, a share below 0.5 or a number",
+        least=0, group="robustness",
+    )  # fmt: skip
+    clip_to: float = setting(
+        0.0, "norm-clip: the longest change of an upload; 0: the median of the round's", least=0, group="robustness"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if 0.5 <= self.suspected < 1 or (self.suspected > 1 and self.suspected % 1):
+            raise InputError("suspected", self.suspected, "a share below 0.5, or a whole number")
+
+    def unused(self) -> dict[str, str]:
+        """Return what belongs to a rule that is not asked for."""
+        unused = super().unused()
+        if self.average not in ("trimmed-mean", "krum", "multi-krum"):
+            unused["suspected"] = "without `average` trimmed-mean, krum or multi-krum"
+        if self.average != "norm-clip":
+            unused["clip_to"] = "without `average` norm-clip"
+        return unused
 
 
 @dataclass(frozen=True, kw_only=True)

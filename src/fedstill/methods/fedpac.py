@@ -44,6 +44,7 @@ class FedPAC(FedAvg):
     scores: ClassVar[tuple[str, ...]] = ("personal",)
     needs_head: ClassVar[bool] = True
     averages: ClassVar[bool] = True
+    robust: ClassVar[bool] = False
 
     lam: float = setting(1.0, "λ, how strongly features are drawn to the centroids", least=0)
     combine: bool = setting(True, "combine the clients' heads; off: each keeps its own")

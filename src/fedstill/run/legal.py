@@ -21,6 +21,7 @@ from ..core.method import Method
 from ..core.plan import Plan
 from ..core.task import Task
 from ..data import Federation
+from ..server import average
 from ..server.optimizer import Rule
 from ..server.sampler import count
 from ..timing import wait_free
@@ -46,7 +47,8 @@ def check(method: Method, task: Task, training: Training) -> None:
     if training.minimum > cohort:
         raise InputError("minimum", training.minimum, f"at most {cohort}, the clients that are wanted in a round")
     Rule.of(method, training)
-    Asynchrony.of(method, training, training, cohort)
+    asynchrony = Asynchrony.of(method, training, training, cohort)
+    average.check(method, task, training, cohort if asynchrony is None else asynchrony.buffer)
     wait_free.check(method, task, training)
 
 

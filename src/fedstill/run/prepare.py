@@ -10,7 +10,6 @@ from torch import nn
 
 from .. import data as sources
 from .. import models, scores
-from ..core import tree
 from ..core.errors import InputError, Shown
 from ..core.method import Method
 from ..core.plan import JointPlan, Plan
@@ -23,6 +22,7 @@ from ..engine.trainer import Trainer
 from ..nn.net import Net
 from ..nn.split import by_head
 from ..scores.external import with_external
+from ..server.average import rule_of
 from ..server.sampler import count
 from ..timing import clock
 from . import legal
@@ -97,11 +97,11 @@ def prepare(
     head: str | Sequence[str] | None,
     training: Training,
     *,
-    average: Average = tree.mean,
+    average: Average | None = None,
 ) -> Simulation:
     """Check everything and make it ready; raises `InputError` before any work.
 
-    `average` is the server's mean in every method's `merge`; `server.average` has robust ones.
+    `average` stands for the server's mean in every method's `merge`; None: what the settings say.
     """
     device, dtype = pick_device(training.device), getattr(torch, training.dtype)
     if isinstance(method, type) or not isinstance(method, Method):
@@ -131,7 +131,7 @@ def prepare(
         nesterov=training.nesterov,
         weight_decay=training.weight_decay,
         seed=training.seed,
-        average=average,
+        average=average or rule_of(training),
     )
     legal.check(method, task, training)
     plan = Plan(training.seed, training.batch_size)

@@ -6,26 +6,69 @@ serves every method that averages.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from ..core import tree
+from ..core.errors import InputError
+from ..core.method import Method, Upload
+from ..core.protection import Robustness
+from ..core.task import Average, Task
 from ..core.tree import Tree
+from . import robust
+from .gate import example_upload
+from .robust import median
+
+__all__ = ["check", "mean", "median", "rule_of"]
 
 mean = tree.mean
 
 
-def median(trees: Sequence[Tree], weights: Sequence[float], around: Tree | None = None) -> Tree:
-    """Return the coordinate-wise median, which less than half of the clients cannot move far; weights do not count.
+def rule_of(settings: Robustness) -> Average:
+    """Return the rule that a run asks for."""
+    rule = robust.RULES[settings.average]
+    if settings.average in ("trimmed-mean", "krum", "multi-krum"):
+        return functools.partial(rule, suspected=settings.suspected)
+    return functools.partial(rule, limit=settings.clip_to) if settings.average == "norm-clip" else rule
 
-    Of an even number of values it is the mean of the middle two. Yin et al., "Byzantine-Robust Distributed Learning", ICML 2018.
-    """
 
-    def middle(*leaves: Tensor) -> Tensor:
-        stacked = torch.stack(leaves)
-        values = torch.quantile(stacked.double(), 0.5, dim=0)
-        return (values if stacked.is_floating_point() else values.round()).to(stacked.dtype)
+def check(method: Method, task: Task, settings: Robustness, uploads: int) -> None:
+    """Refuse a rule that the method, or the number of uploads that it merges at a time, does not allow."""
+    rule = settings.average
+    if rule == "mean":
+        return
+    if not method.robust:
+        right = (
+            f"'mean' for {method.id}: its server makes a mean for each client, with weights that a rule would not keep"
+        )
+        raise InputError("average", rule, right)
+    if not _asks_for_a_mean(method, task):
+        raise InputError("average", rule, f"'mean' for {method.id}: its server averages nothing")
+    if uploads < 3 and rule != "norm-clip":
+        raise InputError("average", rule, f"'mean' or 'norm-clip' where {uploads} upload(s) are merged at a time")
+    f = robust.forged(settings.suspected, uploads)
+    if rule == "trimmed-mean" and 2 * f >= uploads:
+        right = f"below half of the {uploads} uploads of a round, of which trimmed-mean leaves out {f} at each end"
+        raise InputError("suspected", settings.suspected, right)
+    most = robust.most_krum(uploads)
+    if rule in ("krum", "multi-krum") and f > most:
+        right = (
+            f"at most {most} of the {uploads} uploads of a round with {rule}, which needs 2f + 3 uploads; this is {f}"
+        )
+        raise InputError("suspected", settings.suspected, right)
 
-    return tree.map(middle, *trees)
+
+def _asks_for_a_mean(method: Method, task: Task) -> bool:
+    """Return whether the method's merge averages, by merging an upload of a client that has not trained."""
+    asked: list[int] = []
+
+    def counted(trees: Sequence[Tree], weights: Sequence[float], around: Tree | None = None) -> Tree:
+        asked.append(len(trees))
+        return tree.mean(trees, weights, around)
+
+    task = dataclasses.replace(task, round=1, average=counted)
+    server = method.init_server(task, task.net.initial())
+    down = method.send(task, server, 0)
+    method.merge(task, server, [Upload(example_upload(method, task, down), 1.0, 0, down)])
+    return bool(asked)

@@ -1,0 +1,252 @@
+"""Robust rules against oracles that are written differently, in numpy and scipy; breakdown by algebra; what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+
+import fedstill as fs
+from fedstill.core import tree
+from fedstill.core.protection import Robustness
+from fedstill.core.tree import Tree
+from fedstill.server import robust
+from fedstill.server.average import rule_of
+
+from ..problems import identical, run
+
+CLOSE = 1e-6
+
+
+def uploads(n: int, seed: int = 0, spread: float = 1.0) -> list[Tree]:
+    """Uploads with two floating entries, one of them nested, and a count."""
+    g = np.random.default_rng(seed)
+
+    def one(i: int) -> Tree:
+        return {
+            "a": torch.from_numpy(g.normal(size=(2, 3)) * spread),
+            "deep": {"b": torch.from_numpy(g.normal(size=4) + 3)},
+            "n": torch.tensor(int(g.integers(0, 50))),
+        }
+
+    return [one(i) for i in range(n)]
+
+
+def vector(one: Tree) -> np.ndarray:
+    return np.concatenate([one["a"].numpy().ravel(), one["deep"]["b"].numpy().ravel()])
+
+
+def matrix(trees: list[Tree]) -> np.ndarray:
+    return np.stack([vector(one) for one in trees])
+
+
+def counts(trees: list[Tree]) -> list[int]:
+    return [int(one["n"]) for one in trees]
+
+
+def tied(trees: list[Tree]) -> list[Tree]:
+    """The same uploads, of which two are equal and one coordinate is equal in all."""
+    for one in trees:
+        one["a"][0, 0] = 1.5
+    return [*trees[:-1], tree.clone(trees[0])]
+
+
+# ---- oracles -------------------------------------------------------------------------------------------------------------
+def trimmed_by_loops(x: np.ndarray, cut: int) -> np.ndarray:
+    """Strike the lowest and the highest value out, `cut` times."""
+    out = []
+    for column in x.T:
+        values = list(column)
+        for _ in range(cut):
+            values.remove(min(values))
+            values.remove(max(values))
+        out.append(sum(values) / len(values))
+    return np.array(out)
+
+
+def krum_by_force(x: np.ndarray, f: int) -> list[float]:
+    """For each upload the cheapest choice of n − f − 2 others, over all choices."""
+    n = len(x)
+    sums = []
+    for i in range(n):
+        others = [j for j in range(n) if j != i]
+        price = {j: sum((a - b) ** 2 for a, b in zip(x[i], x[j], strict=True)) for j in others}
+        sums.append(min(sum(price[j] for j in some) for some in itertools.combinations(others, n - f - 2)))
+    return sums
+
+
+def middle_by_scipy(x: np.ndarray, p: np.ndarray) -> np.ndarray:
+    """The least Σ p‖x − z‖, searched with gradients from several beginnings, an upload itself included."""
+
+    def price(z: np.ndarray) -> float:
+        return float(sum(w * np.sqrt(((z - row) ** 2).sum()) for w, row in zip(p, x, strict=True)))
+
+    def slope(z: np.ndarray) -> np.ndarray:
+        return sum(w * (z - row) / max(np.sqrt(((z - row) ** 2).sum()), 1e-300) for w, row in zip(p, x, strict=True))
+
+    starts = [np.average(x, 0, p), np.median(x, 0) + 0.01]
+    found = [minimize(price, s, jac=slope, method="BFGS", options={"gtol": 1e-11, "maxiter": 5000}).x for s in starts]
+    return min([*found, *x], key=price)
+
+
+NUMBERS = [(5, 0), (6, 1), (7, 2), (8, 3), (11, 4)]
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("n", "seed"), NUMBERS)
+def test_the_coordinate_rules_equal_sorting_loops(n: int, seed: int, ties: bool) -> None:
+    trees = tied(uploads(n, seed)) if ties else uploads(n, seed)
+    x, weights = matrix(trees), [float(k + 1) for k in range(n)]
+    middle = robust.median(trees, weights)
+    assert np.abs(vector(middle) - np.median(x, axis=0)).max() <= CLOSE
+    assert int(middle["n"]) == round(float(np.median(counts(trees))))
+    for f in range((n - 1) // 2 + 1):
+        trimmed = robust.trimmed_mean(trees, weights, suspected=f)
+        assert np.abs(vector(trimmed) - trimmed_by_loops(x, f)).max() <= CLOSE
+        assert int(trimmed["n"]) == round(float(trimmed_by_loops(np.array(counts(trees))[:, None].astype(float), f)[0]))
+        assert trimmed["n"].dtype == torch.int64
+    share = robust.trimmed_mean(trees, weights, suspected=0.2)
+    assert np.abs(vector(share) - trimmed_by_loops(x, math.ceil(n / 5))).max() <= CLOSE
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("n", "seed"), NUMBERS)
+def test_krum_equals_a_search_of_all_neighbours(n: int, seed: int, ties: bool) -> None:
+    trees = tied(uploads(n, seed)) if ties else uploads(n, seed)
+    x, weights = matrix(trees), [float(k % 3 + 1) for k in range(n)]
+    for f in range((n - 3) // 2 + 1):
+        sums = krum_by_force(x, f)
+        assert np.abs(robust.krum_sums(trees, f).numpy() - sums).max() <= CLOSE
+        best = min(range(n), key=lambda i: (round(sums[i], 9), i))
+        chosen = robust.krum(trees, weights, suspected=f)
+        assert np.array_equal(vector(chosen), x[best])
+        assert int(chosen["n"]) == counts(trees)[best]
+        several = sorted(range(n), key=lambda i: (round(sums[i], 9), i))[: n - f]
+        assert np.abs(vector(robust.multi_krum(trees, weights, suspected=f)) - x[several].mean(0)).max() <= CLOSE
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize(("n", "seed"), [(1, 5), (2, 6), (3, 7), *NUMBERS])
+def test_the_geometric_median_equals_a_search_by_gradients(n: int, seed: int, ragged: bool, ties: bool) -> None:
+    trees = tied(uploads(n, seed)) if ties else uploads(n, seed)
+    weights = [float(1 + (k % 4) * ragged) for k in range(n)]
+    z, x, p = vector(robust.geometric_median(trees, weights)), matrix(trees), np.array(weights) / sum(weights)
+    expected = middle_by_scipy(x, p)
+    price = [float((p * np.linalg.norm(x - at, axis=1)).sum()) for at in (z, expected)]
+    assert price[0] <= price[1] + 1e-9  # two uploads: every point between them is as good
+    if n > 2:
+        assert np.abs(z - expected).max() <= CLOSE
+
+
+def test_an_upload_with_half_the_weight_is_the_geometric_median() -> None:
+    trees = uploads(5, 9)
+    chosen = robust.geometric_median(trees, [1.0, 1.0, 4.0, 1.0, 1.0])
+    assert np.abs(vector(chosen) - matrix(trees)[2]).max() <= CLOSE
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5, 3.0])
+@pytest.mark.parametrize(("n", "seed"), NUMBERS)
+def test_norm_clip_equals_the_formula(n: int, seed: int, limit: float) -> None:
+    trees, around = uploads(n, seed), {**uploads(1, 99)[0], "more": torch.ones(2)}
+    x, w = matrix(trees), vector(around)
+    p = np.arange(1.0, n + 1) / np.arange(1.0, n + 1).sum()
+    lengths = [math.sqrt(sum((row - w) ** 2)) for row in x]
+    most = limit or float(np.median(lengths))
+    expected = w + sum(q * min(1.0, most / length) * (row - w) for q, row, length in zip(p, x, lengths, strict=True))
+    clipped = robust.norm_clip(trees, list(p), around, limit=limit)
+    assert np.abs(vector(clipped) - expected).max() <= CLOSE
+    changes = [tree.sub(one, {name: around[name] for name in one}) for one in trees]
+    of_changes = robust.norm_clip([{k: v for k, v in c.items() if k != "n"} for c in changes], list(p), limit=limit)
+    assert np.abs(vector(of_changes) + w - expected).max() <= CLOSE
+
+
+def test_norm_clip_of_short_changes_is_the_mean_to_the_bit() -> None:
+    trees, around = uploads(4), tree.clone(uploads(1, 99)[0])
+    weights = [1.0, 2.0, 3.0, 4.0]
+    clipped = robust.norm_clip(trees, weights, around, limit=1e9)
+    assert identical({"": tree.flatten(clipped)}, {"": tree.flatten(tree.mean(trees, weights))})
+
+
+# ---- breakdown, by algebra ---------------------------------------------------------------------------------------------
+FAR = 1e12
+
+
+@pytest.mark.parametrize("n", [5, 8, 11])
+def test_forged_uploads_cannot_carry_a_rule_out_of_the_honest_range(n: int) -> None:
+    """Each coordinate of the median (f < n/2) and of the trimmed mean (f trimmed) lies between two honest values; Krum's choice
+    is honest where the honest are near one another."""
+    for f in range(1, (n - 1) // 2 + 1):
+        honest = uploads(n - f, n)
+        x = matrix(honest)
+        forged = [
+            tree.map(lambda t: torch.full_like(t, FAR if t.is_floating_point() else 10**6), one) for one in uploads(f)
+        ]
+        for rule in (robust.median, robust.trimmed_mean, robust.krum, robust.multi_krum):
+            options = {} if rule is robust.median else {"suspected": f}
+            if rule in (robust.krum, robust.multi_krum) and f > robust.most_krum(n):
+                continue
+            z = vector(rule([*forged, *honest], [FAR] * f + [1.0] * (n - f), **options))
+            assert (z >= x.min(0) - 1e-9).all(), rule
+            assert (z <= x.max(0) + 1e-9).all(), rule
+        z = vector(robust.geometric_median([*forged, *honest], [1.0] * n))
+        # Σ over the honest of ‖z − x‖ is at most 2(n−f)/(n−2f) times the largest distance within them
+        reach = max(np.linalg.norm(a - b) for a in x for b in x)
+        assert min(np.linalg.norm(z - row) for row in x) <= 2 * (n - f) / (n - 2 * f) * reach
+    assert np.abs(vector(tree.mean([*forged, *honest], [1.0] * n))).max() > FAR / n
+
+
+def test_a_rule_with_too_few_uploads_lowers_f() -> None:
+    for n in (1, 2, 3, 4):
+        trees = uploads(n)
+        for name in robust.RULES:
+            options = {"suspected": 3} if name in ("trimmed-mean", "krum", "multi-krum") else {}
+            z = vector(robust.RULES[name](trees, [1.0] * n, trees[0], **options))
+            assert (z >= matrix(trees).min(0) - 1e-12).all()
+            assert (z <= matrix(trees).max(0) + 1e-12).all()
+
+
+# ---- settings ----------------------------------------------------------------------------------------------------------
+def test_a_setting_names_the_rule() -> None:
+    trees, around = uploads(7), uploads(1, 99)[0]
+    for name in robust.RULES:
+        rule = rule_of(Robustness(average=name, **({"clip_to": 0.5} if name == "norm-clip" else {})))
+        assert tree.finite(rule(trees, [1.0] * 7, around))
+    three = rule_of(Robustness(average="trimmed-mean", suspected=3))(trees, [1.0] * 7)
+    assert np.abs(vector(three) - np.median(matrix(trees), 0)).max() <= CLOSE
+
+
+@pytest.mark.parametrize("engine", ["one", "stacked"])
+def test_a_run_merges_by_the_rule(engine: str) -> None:
+    mean, middle = (
+        run(fs.FedAvg(), "normed", participation=1.0, average=rule, engine=engine) for rule in ("mean", "median")
+    )
+    assert not identical({"": mean.server["params"]}, {"": middle.server["params"]})
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "words"),
+    [
+        (fs.Local(), {"average": "median"}, "its server averages nothing"),
+        (fs.FedPAC(), {"average": "median"}, "weights that a rule would not keep"),
+        (fs.FedAvg(), {"average": "krum"}, "needs 2f \\+ 3 uploads"),
+        (fs.FedAvg(), {"average": "trimmed-mean", "suspected": 2}, "below half of the 3 uploads"),
+        (fs.FedAvg(), {"average": "median", "participation": 0.3}, "'mean' or 'norm-clip'"),
+        (fs.FedAvg(), {"average": "median", "mode": "fedasync", "profile": "uniform"}, "1 upload"),
+        (fs.FedAvg(), {"suspected": 0.5}, "a share below 0.5"),
+        (fs.FedAvg(), {"average": "best"}, "one of: mean, median"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(method: fs.Method, changes: dict, words: str) -> None:
+    with pytest.raises(fs.InputError, match=words):
+        run(method, rounds=1, **changes)
+
+
+@pytest.mark.parametrize("name", [name for name in fs.METHODS if name not in ("local", "fedpac")])
+def test_every_method_that_averages_takes_a_rule(name: str) -> None:
+    end = run(fs.METHODS[name](), rounds=1, epochs=1, participation=1.0, average="geometric-median")
+    assert tree.finite(end.server)
