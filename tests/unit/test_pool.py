@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -19,7 +18,7 @@ import torch
 
 import fedstill as fs
 from fedstill.core.errors import InputError, TrainingError
-from fedstill.engine import crew, pool
+from fedstill.engine import pool
 from fedstill.engine.arena import Arena
 from fedstill.engine.bench import Work
 from fedstill.engine.one import One
@@ -182,20 +181,6 @@ def test_results_share_no_memory_with_the_workers() -> None:
     before = states(result)
     finish(ready)
     assert identical(before, states(result))
-
-
-def test_a_killed_worker_ends_the_run_with_one_line() -> None:
-    ready = prepared(fs.FedAvg(), participation=1.0, rounds=5)
-    engine = ready.trainer.engine
-
-    def kill(record) -> None:
-        if record["round"] == 2:
-            os.kill(engine.pids[0], signal.SIGKILL)
-
-    with pytest.raises(TrainingError, match=r"^a worker process at work on client \d was ended by signal 9; if memory"):
-        finish(ready, progress=kill)
-    assert not children()
-    assert identical(states(finish(ready)), states(finish(prepared(fs.FedAvg(), participation=1.0, rounds=5))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,13 +360,3 @@ def test_an_arena_keeps_strides_and_grows() -> None:
             assert found.stride() == leaf.stride()
     assert arena.put(leaves[0]) is places[0]
     arena.close()
-
-
-def test_an_interrupt_while_a_process_is_forked_is_not_lost() -> None:
-    """Python ignores one that arrives in a fork's own handlers: it waits until the fork is over."""
-    reached = []
-    with pytest.raises(KeyboardInterrupt), crew._interrupt_later():  # noqa: PT012 - the context itself raises
-        os.kill(os.getpid(), signal.SIGINT)
-        reached.append("the end of the fork")
-    assert reached
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,133 +1,186 @@
-"""Worker processes that train and score clients one by one, and what travels between them and their parent.
+"""Worker processes that train and score clients one by one, seen from their parent (`worker` is their inside).
 
-Workers are forked, so model, method and data are inherited and never copied or pickled. Tensors travel through shared memory
-(`arena`): what several clients are sent is written once a round. A pipe to each worker carries small messages in JSON. An idle
-worker takes the next client, longest first; results come in the order that was asked for.
+Workers are forked, so model, method and data are inherited and never copied or pickled. What several clients are sent is
+written once a round. An idle worker takes the next client, longest first; results come in the order that was asked for.
+
+A worker that ends, whatever ends it, is replaced by a fresh fork of the parent and the client that it had in hand is done again:
+a client's result depends on nothing but its job, and nothing of a worker's memory is read before its answer is whole, so the
+bits are the same. A client at whose work `LOSSES` workers have ended, the last with no other at work, ends the run. A worker that
+does not go on is ended, too: one that is stopped (SIGSTOP), or that uses no processor time for long.
 """
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import json
 import os
 import signal
-import sys
+import socket
 import threading
 import time
-import traceback
 import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
+from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, cast
+from typing import Any
 
-import torch
-from torch import Tensor, autograd
+from torch import Tensor
 
 from ..core import tree
-from ..core.errors import InputError, Shown, TrainingError
+from ..core.errors import TrainingError
 from ..core.tree import Tree
 from .arena import Arena
-from .bench import Bench, PartName, Work
+from .bench import Bench
 from .one import One
+from .stage import say
+from .worker import Job, Line, do, flush, restored, serve
 
-PATIENCE = 60.0  # seconds in which a new worker must have reported
+LOSSES = 3  # workers that may end at one client's work, or before they were ready, one after another
+TICK = 1.0  # seconds between two looks at the workers
 
 
 @dataclass(frozen=True)
-class Job:
-    """One client's work: to train in a round or to score on a part, with which trees, and how long it is."""
+class Patience:
+    """For how many seconds a worker may give no sign of going on, before it is ended and replaced."""
 
-    kind: str
-    when: int | str
-    client: int
-    trees: Tree
-    units: int
-    part: PartName = "all"  # of a round's work
-    last: int = 0  # the round in which the client last trained
-    watch: bool = False  # whether the trained model is asked for besides
+    start: float = 60.0  # a new one that has not reported
+    stopped: float = 10.0  # one that was stopped by a signal
+    asleep: float = (
+        300.0  # one that waits and uses no processor time; ten times the longest work so far, if that is longer
+    )
 
 
-@dataclass
+PATIENCE = Patience()
+
+
+@dataclass(eq=False)
 class _Worker:
     """A worker process as its parent sees it."""
 
     pid: int
-    pipe: Connection
+    line: Line
     inbox: Arena
     outbox: Arena
+    ready: bool = False
     job: tuple[int, Job] | None = None  # what it works on: the number in the call, and the job
+    began: float = 0.0  # when it was given the job
+    used: int = 0  # processor time, in the kernel's ticks, at the last look
+    silent: float = 0.0  # seconds without a sign of going on
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """How a worker ended, instead of its answer."""
+
+    how: str
+    hint: str = ""
 
 
 class Crew:
     """The worker processes of one bench, and the memory shared with them."""
 
-    def __init__(self, bench: Bench, one: One, size: int) -> None:
-        self.bench, self.bytes = bench, 0
+    def __init__(self, bench: Bench, one: One, size: int, patience: Patience | None = None) -> None:
+        self.bench, self.one, self.size, self.bytes = bench, one, size, 0
+        self.patience = patience or PATIENCE
         self.common = Arena()
         self.workers: list[_Worker] = []
+        self._stillborn = 0  # workers in a row that ended before they were ready
+        self._longest = 0.0  # seconds that a job has taken
+        self._looked = time.monotonic()
         self._end = weakref.finalize(self, _end, os.getpid(), self.workers, self.common)
-        _flush()
         try:
             for _ in range(size):
-                self._hire(bench, one)
-            if not all(worker.pipe.poll(PATIENCE) and self._hear(worker) == "ready" for worker in self.workers):
-                raise TimeoutError
-        except (OSError, EOFError) as error:
+                self._hire()
+            while not all(worker.ready for worker in self.workers):
+                if any(isinstance(answer, _Loss) for _, _, answer in self._hear(block=True)):
+                    raise ChildProcessError
+        except OSError as error:
             self.close()
             raise OSError("no process that can train can be forked here") from error
+        except BaseException:
+            self.close()
+            raise
 
-    def _hire(self, bench: Bench, one: One) -> None:
+    def _hire(self) -> None:
+        """Fork a worker; it is ready when it has said so."""
         inbox, outbox = Arena(), Arena()
-        parent_end, child_end = Pipe()
-        parent = os.getpid()
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # of forks beside threads: the child uses none of theirs
-            with _interrupt_later():
+        ours, theirs = (Line(end) for end in socket.socketpair())
+        parent, main = os.getpid(), threading.current_thread() is threading.main_thread()
+        flush()
+        try:
+            with warnings.catch_warnings(), _signals_later():
+                # Of forks beside threads: the child uses none of theirs.
+                warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
                 if pid == 0:
-                    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
-        if pid == 0:
-            for pipe in [parent_end, *(worker.pipe for worker in self.workers)]:
-                pipe.close()
-            _serve(parent, child_end, bench, one, self.common, inbox, outbox)
-        child_end.close()
-        self.workers.append(_Worker(pid, parent_end, inbox, outbox))
+                    self._forget()
+                    ours.close()
+                    serve(parent, theirs, self.bench, self.one, self.common, inbox, outbox, main)
+                self.workers.append(_Worker(pid, ours, inbox, outbox))
+        except BaseException:
+            if os.getpid() != parent:
+                os._exit(1)
+            raise
+        finally:
+            theirs.close()
+
+    def _forget(self) -> None:
+        """Close a new child's copies of what its parent shares with the others."""
+        for worker in self.workers:
+            for shared in (worker.line, worker.inbox, worker.outbox):
+                shared.close()
+
+    def _replace(self) -> None:
+        """Fork workers in the place of those that are gone, as long as that works."""
+        while len(self.workers) < self.size and self._stillborn < LOSSES:
+            try:
+                self._hire()
+            except OSError:
+                self._stillborn += 1
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Tree, list[Any]]]:
         """Do every job; yield for each, in their order, the tree and the numbers that came back."""
-        for worker in list(self.workers):  # jobs of an earlier call whose results nobody waited for
-            if worker.job is not None:
-                self._answer(worker)
+        while any(worker.job is not None for worker in self.workers):
+            self._hear(block=True)  # jobs of an earlier call whose results nobody waited for
         self.common.clear()
         leaves = Counter(id(leaf) for job in jobs for leaf in {id(x): x for _, x in tree.leaves(job.trees)}.values())
         shared = {leaf for leaf, count in leaves.items() if count > 1}
         waiting = deque(sorted(range(len(jobs)), key=lambda i: (-jobs[i].units, i)))
         results: dict[int, tuple[Tree, list[Any]]] = {}
+        losses: Counter[int] = Counter()
 
-        def give(worker: _Worker) -> None:
-            number = waiting.popleft()
-            self._send(worker, number, jobs[number], shared)
+        def give() -> None:
+            """Give idle workers something to do."""
+            self._replace()
+            for worker in self.workers:
+                if not waiting or not worker.ready or worker.job is not None:
+                    continue
+                busy = any(other.job is not None for other in self.workers)
+                if busy and losses[waiting[0]] == LOSSES - 1:  # where memory is short, it must have all of it
+                    break
+                number = waiting.popleft()
+                self._send(worker, number, jobs[number], shared)
 
         def turn(block: bool) -> None:
             """Give idle workers something to do, and take the results that have come."""
-            for worker in self.workers:
-                if worker.job is None and waiting:
-                    give(worker)
-            busy = {worker.pipe: worker for worker in self.workers if worker.job is not None}
-            for pipe in wait(list(busy), None if block else 0):
-                worker = busy[pipe]  # type: ignore[index]
-                number, answer = self._take(worker)
-                results[number] = answer
-                if waiting:
-                    give(worker)
+            give()
+            if not self.workers and waiting:
+                number = waiting.popleft()
+                results[number] = self._do_here(jobs[number])
+            for worker, job, answer in self._hear(block):
+                if job is None:
+                    continue
+                if isinstance(answer, _Loss):
+                    losses[job[0]] += 1
+                    _check_losses(job[1], losses[job[0]], answer)
+                    waiting.appendleft(job[0])
+                else:
+                    results[job[0]] = _taken(worker, answer)
+            give()
 
         for i in range(len(jobs)):
             while i not in results:
@@ -137,189 +190,177 @@ class Crew:
         self.common.clear()
 
     def _send(self, worker: _Worker, number: int, job: Job, shared: set[int]) -> None:
-        worker.job = number, job
+        worker.job, worker.began, worker.silent = (number, job), time.monotonic(), 0.0
 
         def place(leaf: Tensor) -> Any:
             return (0, *self.common.put(leaf)) if id(leaf) in shared else (1, *worker.inbox.put(leaf))
 
-        header = [job.kind, job.when, job.client, job.part, job.units, job.last, job.watch]
-        message = json.dumps([header, tree.map(place, job.trees)]).encode()
+        message = json.dumps([job.header, tree.map(place, job.trees)]).encode()
         self.bytes += len(message)
         try:
-            worker.pipe.send_bytes(message)
-        except OSError:
-            self._lost(worker)
+            worker.line.send(message, self.patience.start)
+        except OSError:  # it is gone, or does not listen: it is taken for lost when it is heard next
+            _kill(worker.pid)
 
-    def _hear(self, worker: _Worker) -> Any:
-        message = worker.pipe.recv_bytes()
-        self.bytes += len(message)
-        return json.loads(message)
+    def _do_here(self, job: Job) -> tuple[Tree, list[Any]]:
+        """Do a job in this process, where no worker is left and none can be forked."""
+        return do(self.bench, self.one, job.trees, *job.header)
 
-    def _answer(self, worker: _Worker) -> Any:
-        try:
-            answer = self._hear(worker)
-        except (EOFError, OSError):
-            self._lost(worker)
-        worker.job = None
-        worker.inbox.clear()
-        return answer
+    def _hear(self, block: bool) -> list[tuple[_Worker, tuple[int, Job] | None, Any]]:
+        """Return workers with the job that is over and its answer, or how they ended (the job is None where they had none)."""
+        lines = {worker.line: worker for worker in self.workers}
+        if not lines:
+            return []
+        heard: list[tuple[_Worker, tuple[int, Job] | None, Any]] = []
+        lost: list[tuple[_Worker, str]] = []
+        for line in wait(list(lines), TICK if block else 0):  # type: ignore[arg-type]
+            worker = lines[line]  # type: ignore[index]
+            try:
+                message = worker.line.receive()
+            except (OSError, EOFError):
+                lost.append((worker, ""))
+                continue
+            if message is None:
+                continue
+            self.bytes += len(message)
+            worker.silent = 0.0
+            if not worker.ready:
+                worker.ready, self._stillborn = True, 0
+                continue
+            job, worker.job = worker.job, None
+            self._longest = max(self._longest, time.monotonic() - worker.began)
+            worker.inbox.clear()
+            heard.append((worker, job, json.loads(message)))
+        lost += [(worker, why) for worker, why in self._silent() if all(worker is not other for other, _ in lost)]
+        return heard + [(worker, worker.job, self._lose(worker, why)) for worker, why in lost]
 
-    def _take(self, worker: _Worker) -> tuple[int, tuple[Tree, list[Any]]]:
-        """Return a worker's job number and its answer, copied out of the shared memory."""
-        assert worker.job is not None
-        number = worker.job[0]
-        spec, numbers, failure = self._answer(worker)
-        if failure is not None:
-            raise _restored(failure)
-        return number, (tree.map(lambda place: worker.outbox.get(place).clone(), spec), numbers)
+    def _silent(self) -> list[tuple[_Worker, str]]:
+        """Return workers that have given no sign of going on for too long, with what is wrong with them."""
+        passed = time.monotonic() - self._looked
+        if passed < TICK:
+            return []
+        self._looked += passed
+        passed = min(
+            passed, 2 * TICK
+        )  # this process may have been stopped itself, or busy elsewhere: that is no waiting
+        lost = []
+        for worker in self.workers:
+            state, used = _state(worker.pid)
+            limit, why = max(self.patience.asleep, 10 * self._longest), "used no processor time"
+            if not worker.ready:
+                limit, why = self.patience.start, "did not report"
+            if state == "T":
+                limit, why = self.patience.stopped, "was stopped"
+            going_on = worker.ready and (
+                worker.job is None or state in "Rt" or used > worker.used
+            )  # t: a debugger has it
+            worker.silent = 0.0 if going_on else worker.silent + passed
+            worker.used = used
+            if state == "Z":
+                lost.append((worker, ""))
+            elif worker.silent > limit:
+                lost.append((worker, f"{why} for {worker.silent:.0f} seconds"))
+        return lost
 
-    def _lost(self, worker: _Worker) -> NoReturn:
-        """Raise an error that says whose work a worker had that is gone."""
+    def _lose(self, worker: _Worker, why: str) -> _Loss:
+        """Free all that a worker held; return how it ended."""
         self.workers.remove(worker)
+        self._stillborn += not worker.ready
+        if why:
+            _kill(worker.pid)
         code = _reap(worker)
-        ending = f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
-        hint = "; if memory ran out, fewer workers need less" if code == -signal.SIGKILL else ""
-        whose = f" at work on client {worker.job[1].client}" if worker.job is not None else ""
-        raise TrainingError(f"a worker process{whose} {ending}{hint}")
+        ended = f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
+        short = code == -signal.SIGKILL and not why
+        loss = _Loss(
+            why or ended, "; if memory ran out, fewer workers or a smaller batch_size need less" if short else ""
+        )
+        if worker.job is not None:
+            say(f"a worker process at work on client {worker.job[1].client} {loss.how}: another one does that again")
+        return loss
 
     def close(self) -> None:
         """End the processes and free the memory."""
         self._end()
 
 
+def _taken(worker: _Worker, answer: Any) -> tuple[Tree, list[Any]]:
+    """Return what an answer holds, copied out of the shared memory; raise what was raised in the worker."""
+    spec, numbers, failure = answer
+    if failure is not None:
+        raise restored(failure)
+    return tree.map(lambda place: worker.outbox.get(place).clone(), spec), numbers
+
+
+def _check_losses(job: Job, losses: int, last: _Loss) -> None:
+    """Refuse to do a client again at whose work too many workers have ended."""
+    if losses == LOSSES:
+        ends = f"{losses} worker processes ended at work on client {job.client}, the last one {last.how}"
+        raise TrainingError(f"{ends}{last.hint}")
+
+
+def _state(pid: int) -> tuple[str, int]:
+    """Return a process's state (R: running, T: stopped, …) and the processor time that it has used, in the kernel's ticks."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], int(fields[11]) + int(fields[12])
+    except (OSError, IndexError, ValueError):  # nobody can tell
+        return "R", 0
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
 def _end(owner: int, workers: list[_Worker], common: Arena) -> None:
     """End the workers, once: at close, when the crew is collected, or at exit. A forked child, which has a copy, does nothing."""
     if os.getpid() != owner:
         return
-    for worker in workers:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker.pid, signal.SIGKILL)
-    for worker in workers:
-        _reap(worker)
-    common.close()
-    workers.clear()
+    with _signals_later():
+        for worker in workers:
+            _kill(worker.pid)
+        for worker in workers:
+            _reap(worker)
+        common.close()
+        workers.clear()
 
 
 def _reap(worker: _Worker) -> int:
     """Wait for a worker's end, free what was shared with it, and return its exit code."""
-    worker.pipe.close()
-    code = 0
+    code, until = 0, time.monotonic() + TICK
     with contextlib.suppress(ChildProcessError):
-        code = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
-    worker.inbox.close()
-    worker.outbox.close()
+        pid, status = os.waitpid(worker.pid, os.WNOHANG)
+        while not pid and time.monotonic() < until:
+            time.sleep(0.002)
+            pid, status = os.waitpid(worker.pid, os.WNOHANG)
+        if not pid:  # it has left the line, and goes on
+            _kill(worker.pid)
+            _, status = os.waitpid(worker.pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+    for shared in (worker.line, worker.inbox, worker.outbox):
+        shared.close()
     return code
 
 
-def _serve(
-    parent: int, pipe: Connection, bench: Bench, one: One, common: Arena, inbox: Arena, outbox: Arena
-) -> NoReturn:
-    """Do one job after another in a worker, until the parent is gone."""
-    try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-        torch.set_num_threads(1)  # before anything else: OpenMP's threads do not survive a fork
-        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-        with torch.enable_grad():
-            probe = torch.ones(1, requires_grad=True)
-            autograd.grad(probe.sum(), probe)  # refused where autograd cannot be forked
-        pipe.send_bytes(b'"ready"')
-        while True:
-            header, spec = json.loads(pipe.recv_bytes())
-            trees = tree.map(lambda place: (inbox if place[0] else common).get(place[1:]), spec)
-            try:
-                answer, numbers = _do(bench, one, trees, *header)
-                outbox.clear()
-                message = [tree.map(lambda leaf: cast(Any, outbox.put(leaf)), answer), numbers, None]
-            except Exception as error:
-                message = [{}, [], _report(error)]
-            outbox.clear()
-            pipe.send_bytes(json.dumps(message).encode())
-            _flush()
-    except BaseException:
-        os._exit(1)
-    os._exit(0)
-
-
-def training_job(round: int, work: Work, steps: int) -> Job:
-    """Return a client's work as a job."""
-    trees = {"down": work.down, "memory": work.memory, "local": work.local}
-    return Job("train", round, work.client, trees, steps, work.part, work.last, work.watch)
-
-
-def _do(
-    bench: Bench,
-    one: One,
-    trees: Tree,
-    kind: str,
-    when: Any,
-    client: int,
-    part: PartName,
-    steps: int,
-    last: int,
-    watch: bool,
-) -> tuple[Tree, list[Any]]:
-    if kind == "train":
-        work = Work(client, trees["down"], trees["memory"], part, trees["local"], steps, last, watch)
-        (done,) = one.train(bench, when, [work])
-        return {"up": done.up, "memory": done.memory, "local": done.local}, [done.loss, done.steps, done.samples]
-    with torch.no_grad():
-        return {}, one.score(bench, when, [(client, trees["params"])])
-
-
 @contextlib.contextmanager
-def _interrupt_later() -> Iterator[None]:
-    """Hold an interrupt back until the end of the context: Python ignores one that arrives while it forks a process."""
+def _signals_later() -> Iterator[None]:
+    """Hold signals back until the end of the context: Python ignores one that arrives while it forks a process."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     arrived: list[tuple[int, FrameType | None]] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: arrived.append((number, frame)))
-    parent = os.getpid()
+    owner, before = os.getpid(), {}
+    for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        handler = signal.getsignal(kind)
+        if callable(handler):
+            before[int(kind)] = handler
+            signal.signal(kind, lambda number, frame: arrived.append((number, frame)))
     try:
         yield
     finally:
-        if os.getpid() == parent:
-            signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
-    if arrived and callable(before) and os.getpid() == parent:
-        before(*arrived[0])
-
-
-def _flush() -> None:
-    """Flush the streams: a child must not print again what was printed before, nor lose what it prints."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, ValueError, OSError):
-            stream.flush()
-
-
-def _watch(parent: int) -> None:
-    """End with the parent, even if it was killed in the middle of a job."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
-
-
-def _report(error: Exception) -> dict[str, str]:
-    """Return an exception as text."""
-    report = {"kind": type(error).__name__, "message": str(error), "trace": traceback.format_exc()}
-    if isinstance(error, InputError):
-        shown = str(error.value) if isinstance(error.value, Shown) else repr(error.value)
-        report |= {"field": error.field, "value": shown, "right": error.right}
-    return report
-
-
-def _restored(report: dict[str, str]) -> Exception:
-    """Return the exception of a report, with the worker's traceback as a note."""
-    error: Exception
-    if report["kind"] == "InputError" and "field" in report:
-        error = InputError(report["field"], Shown(report["value"]), report["right"])
-    elif report["kind"] == "TrainingError":
-        error = TrainingError(report["message"])
-    else:
-        kind = getattr(builtins, report["kind"], None)
-        plain = isinstance(kind, type) and issubclass(kind, ValueError | ArithmeticError | TypeError | MemoryError)
-        known = kind if plain and kind is not UnicodeDecodeError and kind is not UnicodeEncodeError else None
-        error = known(report["message"]) if known else RuntimeError(f"{report['kind']}: {report['message']}")
-    error.add_note(f"in a worker process:\n{report['trace']}")
-    return error
+        if os.getpid() == owner:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    if os.getpid() == owner:
+        for number, frame in arrived:
+            before[number](number, frame)

@@ -22,8 +22,9 @@ import torch
 from ..core.errors import TrainingError
 from ..core.tree import Params, Tree
 from .bench import Bench, Done, PartName, Work, threads
-from .crew import Crew, Job, training_job
+from .crew import Crew
 from .one import One
+from .worker import Job, training_job
 
 CORES_PER_CLIENT = 8  # cores for each client of a round from which on all of them work on one client at a time
 
@@ -155,7 +156,7 @@ class Pool:
         try:
             with threads(1):
                 yield from self._crew.run(jobs)
-        except TrainingError:
+        except (TrainingError, KeyboardInterrupt):
             self.close()
             raise
         finally:
