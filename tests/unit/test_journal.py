@@ -18,9 +18,10 @@ import torch
 import fedstill as fs
 from fedstill import methods
 from fedstill.core import tree
+from fedstill.core.files import write
 from fedstill.run import journal
 from fedstill.run.experiment import FORMAT
-from fedstill.run.journal import Journal, write
+from fedstill.run.journal import Journal
 
 from ..problems import SETTINGS, cut, identical, make, ragged, states
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..run.callbacks import Progress
 from ..run.experiment import Experiment
 from ..run.journal import Journal
 from ..run.legal import check_out
+from ..run.lock import FolderLock, check_free
 from ..run.result import Run
 from . import flags, folders, saved
 from .job import SWEEP, Job
@@ -53,6 +54,14 @@ def execute(job: Job, resume: bool = False) -> None:
 
     With `resume` the runs that its folder holds go on, and those that are finished are not run again.
     """
+    with contextlib.ExitStack() as stack:
+        if resume and job.out is not None:
+            stack.enter_context(FolderLock(job.out))
+        _execute(job, resume, stack)
+
+
+def _execute(job: Job, resume: bool, stack: contextlib.ExitStack) -> None:
+    """Run a job; what must be let go of at its end, such as the lock of its folder, goes onto the stack."""
     replaces_demo = job.command == folders.DEMO and job.out is not None and not resume and folders.is_demo(job.out)
     if job.out is not None and not replaces_demo and not resume:
         check_out(job.out)
@@ -60,8 +69,12 @@ def execute(job: Job, resume: bool = False) -> None:
     stacked, notes = _check(job, federation)
     facts = Facts.of(job.first, federation)
     if job.out is not None and replaces_demo:
-        folders.remove(job.out)
+        with FolderLock(job.out):
+            folders.remove(job.out)
     if job.out is not None and job.several:
+        if not resume:
+            stack.enter_context(FolderLock(job.out))
+            check_free(job.out)
         saved.write_job(job)
         folders.save(job.out, job.experiments, {}, facts, command=job.command)  # marks the folder from the beginning
     sizes = [len(client.y_train) for client in federation.clients]
@@ -238,7 +251,7 @@ def _report(job: Job, done: Results, facts: Facts) -> None:
         raise TrainingError("; ".join(f"{label}, {reason}" for label, reason in done.failed.items()))
 
 
-@contextmanager
+@contextlib.contextmanager
 def stoppable(folder: Path | None) -> Iterator[None]:
     """Within, an interrupt says how to resume the run in a folder."""
     try:

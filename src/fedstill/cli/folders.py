@@ -9,18 +9,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..core.errors import InputError
+from ..core.files import PART, write
 from ..report import figures
 from ..report.summary import is_summary, summary
 from ..report.text import Facts
 from ..run.experiment import Experiment
-from ..run.journal import write
+from ..run.lock import LOCK
 from ..run.result import Run
 
 SUMMARY, FIGURE, RUN = "summary.json", "figure.png", "experiment.toml"
 DEMO = "demo"  # the command that may replace what it made
 FILES = (  # what a run writes into its folder
-    RUN, SUMMARY, FIGURE, "partition.json", "environment.json", "metrics.jsonl", "scores.json", "choices.json", "failed.json",
-    "timeline.jsonl", "timeline.png",
+    RUN, LOCK, SUMMARY, FIGURE, "partition.json", "environment.json", "metrics.jsonl", "scores.json", "choices.json",
+    "failed.json", "timeline.jsonl", "timeline.png",
     "checkpoints/round-*.safetensors", "checkpoints/round-*.json",
 )  # fmt: skip
 
@@ -47,7 +48,8 @@ def is_demo(out: Path) -> bool:
 def _patterns(methods: Sequence[str]) -> list[str]:
     """Return patterns of all files that a demo of these methods may hold; a kill may leave a file's `.part`."""
     runs = [f"{label}/{seed}{file}" for label in methods for seed in ("", "seed-*/") for file in FILES]
-    return [name + suffix for name in (SUMMARY, FIGURE, "job.json", "groups.json", *runs) for suffix in ("", ".part")]
+    names = (SUMMARY, FIGURE, "job.json", "groups.json", LOCK, *runs)
+    return [name + suffix for name in names for suffix in ("", PART)]
 
 
 def _belongs(entry: Path, out: Path, patterns: Sequence[str]) -> bool:

@@ -15,9 +15,9 @@ from typing import Any
 
 from ..core import settings
 from ..core.errors import InputError
+from ..core.files import write
 from ..core.version import __version__
 from ..run.experiment import FORMAT, Experiment
-from ..run.journal import write
 from .job import Job
 
 JOB, GROUPS = "job.json", "groups.json"

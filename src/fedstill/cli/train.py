@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from ..report.text import Facts
 from ..run import prepare, simulation
 from ..run.experiment import Experiment, check_format
 from ..run.journal import Journal
+from ..run.lock import FolderLock
 from . import flags, folders, job, saved
 from .execute import execute, stoppable
 from .job import Job, plan
@@ -196,7 +198,9 @@ def resume(argv: Sequence[str]) -> None:
         rounds = flags.take(Experiment, flag_values).get("rounds")
         if saved.is_job(folder):
             execute(_with_rounds(saved.read_job(folder), rounds), resume=True)
-        else:
+            return
+        job = next((parent for parent in list(folder.absolute().parents)[:2] if saved.is_job(parent)), None)
+        with contextlib.nullcontext() if job is None else FolderLock(job):
             _resume_run(folder, rounds)
 
 

@@ -13,9 +13,9 @@ Files are replaced atomically: written to a temporary name, flushed to the disk,
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,12 +25,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core import tree
+from ..core import files, tree
 from ..core.errors import InputError
+from ..core.files import write
 from ..core.tree import Tree
 from ..core.version import __version__
 from ..nn.kernels.autotune import Choices
 from .experiment import FORMAT
+from .lock import FolderLock, check_free
 
 KEEP = 2  # number of checkpoints to keep: a kill while one is written leaves the one before
 FILE_BYTES = 256 * 2**20  # bytes of clients' memories in one file
@@ -45,24 +47,51 @@ class Journal:
         self.folder = Path(folder)
         self.metrics, self.timeline = self.folder / "metrics.jsonl", self.folder / "timeline.jsonl"
         self.checkpoints = self.folder / "checkpoints"
+        self._lock: FolderLock | None = None
 
     def begin(self, experiment: str, partition: Mapping[str, Any], device: torch.device, threads: int = 0) -> None:
         """Create the folder, which must be new or empty, and write the files that determine the run.
 
         `threads` is how many clients train on (0: as many as torch is set to), on which last bits may depend.
         """
-        self.check_free()
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
-        write(self.folder / "partition.json", json.dumps(partition).encode())
-        write(self.folder / "environment.json", json.dumps(environment(device, threads), indent=2).encode())
-        write(self.folder / "experiment.toml", experiment.encode())
+        self.hold()
+        check_free(self.folder)
+        contents = {
+            "partition.json": json.dumps(partition),
+            "environment.json": json.dumps(environment(device, threads), indent=2),
+            "experiment.toml": experiment,  # last: a folder without it holds no run yet
+        }
+        try:
+            files.make_folder(self.checkpoints)
+            for name, text in contents.items():
+                write(self.folder / name, text.encode())
+        except BaseException:
+            with contextlib.suppress(OSError):
+                for name in reversed(contents):
+                    (self.folder / name).unlink(missing_ok=True)
+                self.checkpoints.rmdir()
+            raise
 
-    def check_free(self) -> None:
-        """Refuse a folder that is not empty."""
-        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
-            raise InputError(
-                "out", str(self.folder), "a folder that is new or empty ('fedstill resume FOLDER' continues a run)"
-            )
+    def hold(self) -> None:
+        """Take the folder's lock, where it is not held yet; refuse a folder in which another process is at work."""
+        if self._lock is None:
+            self._lock = FolderLock(self.folder)
+
+    def release(self) -> None:
+        """Let go of the folder."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Take the folder's lock, and keep it where nothing fails within."""
+        self.hold()
+        try:
+            yield
+        except BaseException:
+            self.release()
+            raise
 
     def check_partition(self, partition: Mapping[str, Any]) -> None:
         """Refuse to continue if the data is divided differently than at the start of the run."""
@@ -154,12 +183,12 @@ class Journal:
             try:
                 index = json.loads(index_file.read_text(encoding="utf-8"))
                 entries = index["parts"]
-                files = tuple((self.checkpoints / entry["file"], entry["outline"]) for entry in entries)
+                parts = tuple((self.checkpoints / entry["file"], entry["outline"]) for entry in entries)
                 complete = all(_checksum(self.checkpoints / entry["file"]) == entry["sha256"] for entry in entries)
             except (OSError, ValueError, KeyError, TypeError):
                 continue  # cut short by a kill
             if complete and len(self.history(upto=index["round"])) == index["round"]:
-                return Checkpoint(index["round"], files, device)
+                return Checkpoint(index["round"], parts, device)
         return None
 
     def rewind(self, round: int) -> list[dict[str, Any]]:
@@ -249,10 +278,7 @@ def _checksum(file: Path) -> str:
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:
     """Append a record as a line of JSON and flush it to the disk."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    files.append(path, (json.dumps(record, allow_nan=False) + "\n").encode())
 
 
 def _lines(path: Path, upto: int | None) -> list[dict[str, Any]]:
@@ -266,17 +292,6 @@ def _lines(path: Path, upto: int | None) -> list[dict[str, Any]]:
         if upto is None or record["round"] <= upto:
             records.append(record)
     return records
-
-
-def write(path: Path, data: bytes) -> None:
-    """Replace a file atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".part")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def environment(device: torch.device, threads: int = 0) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from ..server.sampler import count
 from ..timing import wait_free
 from ..timing.asynchronous import Asynchrony
 from .experiment import Experiment, Training, check_format, check_method
+from .lock import check_free
 
 
 def check(method: Method, task: Task, training: Training) -> None:
@@ -123,14 +125,12 @@ def check_out(out: object) -> None:
     """Refuse a results folder that holds something or cannot be written; leave nothing behind."""
     check_path("out", out)
     folder = Path(str(out))
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        right = "a folder that is new or empty ('fedstill resume FOLDER' continues a run)"
-        raise InputError("out", str(folder), right)
+    check_free(folder)
     new = [parent for parent in (folder.absolute(), *folder.absolute().parents) if not parent.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".part").touch()
-        (folder / ".part").unlink()
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise InputError("out", str(folder), f"a folder that can be written ({error.strerror})") from None
     finally:

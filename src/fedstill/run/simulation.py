@@ -20,6 +20,7 @@ from . import legal
 from .callbacks import Progress
 from .experiment import Experiment, Training, check_format, to_toml
 from .journal import Journal
+from .lock import check_free
 from .prepare import PYTHON, from_experiment, prepare
 from .result import Run
 from .session import Start, Transports, start
@@ -52,19 +53,19 @@ def simulate(
     config = settings.build(Training, training)
     legal.check_simulate(method, model, data, out, resume, progress)
     simulation = prepare(method, model, data, head, config)
-    journal = None
-    if out is not None:
-        journal = Journal(out)
+    journal = None if out is None else Journal(out)
+    if journal is not None:
         about = {"data": PYTHON, "model": PYTHON, "head": simulation.task.head_modules()}
         text, before = to_toml(simulation.training, method, **about), journal.folder / "experiment.toml"
         partition = partition_record(data, simulation.training.profile)
-        if not resume or not before.is_file():
-            journal.begin(text, partition, simulation.device, simulation.trainer.training_threads)
-            resume = False
-        elif before.read_text(encoding="utf-8") != text:
-            raise InputError("out", str(out), "the folder of the same call: its settings or method were others")
-        else:
-            journal.check_partition(partition)
+        with journal.entered():
+            if not resume or not journal.begun:
+                journal.begin(text, partition, simulation.device, simulation.trainer.training_threads)
+                resume = False
+            elif before.read_text(encoding="utf-8") != text:
+                raise InputError("out", str(out), "the folder of the same call: its settings or method were others")
+            else:
+                journal.check_partition(partition)
     return finish(Start(simulation, journal, progress=progress, resume=resume, callbacks=callbacks), transport)
 
 
@@ -97,11 +98,12 @@ def begin(
     if journal and resume and journal.begun:
         return continued(journal.folder, progress=progress, federation=federation, experiment=experiment)
     if journal:
-        journal.check_free()
+        check_free(journal.folder)
     simulation, federation = from_experiment(experiment, federation)
     if journal:
         record, threads = partition_record(federation, experiment.profile), simulation.trainer.training_threads
-        journal.begin(complete(experiment, federation).to_toml(), record, simulation.device, threads)
+        with journal.entered():
+            journal.begin(complete(experiment, federation).to_toml(), record, simulation.device, threads)
     return Start(simulation, journal, experiment.checkpoint_every, progress)
 
 
@@ -142,18 +144,19 @@ def continued(
     """
     check_format(folder)
     journal = Journal(folder)
-    held = Experiment.from_toml(journal.folder / "experiment.toml")
-    wanted = held if rounds is None else dataclasses.replace(held, rounds=rounds)
-    simulation, federation = from_experiment(wanted if experiment is None else experiment, federation)
-    if experiment is not None:
-        wanted = complete(experiment, federation)
-        check_same(held, wanted, journal.folder)
-    journal.check_partition(partition_record(federation, wanted.profile))
-    if wanted.rounds != held.rounds:
-        done = len(journal.history())
-        if wanted.rounds < done:
-            raise InputError("rounds", wanted.rounds, f"at least {done}: so many are over")
-        journal.amend(wanted.to_toml())
+    with journal.entered():
+        held = Experiment.from_toml(journal.folder / "experiment.toml")
+        wanted = held if rounds is None else dataclasses.replace(held, rounds=rounds)
+        simulation, federation = from_experiment(wanted if experiment is None else experiment, federation)
+        if experiment is not None:
+            wanted = complete(experiment, federation)
+            check_same(held, wanted, journal.folder)
+        journal.check_partition(partition_record(federation, wanted.profile))
+        if wanted.rounds != held.rounds:
+            done = len(journal.history())
+            if wanted.rounds < done:
+                raise InputError("rounds", wanted.rounds, f"at least {done}: so many are over")
+            journal.amend(wanted.to_toml())
     return Start(simulation, journal, wanted.checkpoint_every, progress, resume=True)
 
 
@@ -172,7 +175,11 @@ def partition_record(federation: Federation, profile: str) -> dict[str, Any]:
 
 def finish(one: Start, transport: Transports | None = None) -> Run:
     """Run one run to its end."""
-    (run,) = start([one], transport).run()
+    try:
+        (run,) = start([one], transport).run()
+    finally:
+        if one.journal is not None:
+            one.journal.release()
     if isinstance(run, TrainingError):
         raise run
     return run

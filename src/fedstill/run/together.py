@@ -58,13 +58,17 @@ def try_together(
     experiments are continued, all from the same round.
     """
     none = [None] * len(experiments)
-    starts = [
-        begin(experiment, out=folder, federation=federation, progress=follow, resume=resume)
+    starts: list[Start] = []
+    try:
         for experiment, folder, federation, follow in zip(
             experiments, outs or none, federations or none, progress or none, strict=True
-        )
-    ]
-    return _run(dict(enumerate(starts)), begins or (lambda numbers: None), transport)
+        ):
+            starts.append(begin(experiment, out=folder, federation=federation, progress=follow, resume=resume))
+        return _run(dict(enumerate(starts)), begins or (lambda numbers: None), transport)
+    finally:
+        for one in starts:
+            if one.journal is not None:
+                one.journal.release()
 
 
 def run_starts(starts: Sequence[Start], transport: Transports | None = None) -> list[Run]:
