@@ -102,7 +102,7 @@ OTHERS = [
     (lambda: fs.resume(3), "folder = 3: should be a path"),
     (lambda: fs.resume("nowhere"), "folder = 'nowhere': should be a run"),
     (lambda: fs.Experiment.from_toml(3), "experiment = 3: should be a path"),
-    (lambda: fs.Experiment.from_toml("full"), "experiment = 'full': should be a TOML file that exists"),
+    (lambda: fs.Experiment.from_toml("full"), "experiment = 'full': should be a file, not a folder"),
     (lambda: fs.Experiment.from_values("rounds"), "experiment = str: should be a mapping of names to values"),
     (lambda: fs.Experiment(method="fedavg"), "method = 'fedavg': should be a method such as fedstill.PFedSD()"),
     (lambda: fs.Experiment(method=fs.FedAvg), "method = <class 'fedstill.methods.fedavg.FedAvg'>: should be a method"),

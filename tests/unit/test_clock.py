@@ -105,7 +105,7 @@ def test_a_bad_profile_is_refused(profile: str) -> None:
 
 
 def test_a_file_that_is_not_there() -> None:
-    with pytest.raises(fs.InputError, match="a file that can be read"):
+    with pytest.raises(fs.InputError, match="a file that exists"):
         devices("file:nowhere.csv")
 
 

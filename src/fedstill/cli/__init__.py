@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _stop(str(stopped) or "stopped", 130)
     except torch.cuda.OutOfMemoryError:
         return _stop("the GPU's memory is full: a smaller --cohort trains fewer clients at once", 1)
+    except MemoryError:
+        return _stop("the memory is full: less data, a smaller model, or a smaller --cohort takes less", 1)
     except BrokenPipeError:  # the reader has closed its end, as in `fedstill methods | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import InputError, Shown, first_line
+from ..core.errors import InputError, Shown
+from ..core.reading import Unreadable, field, read_toml
 from ..report import figures
 from ..report import timeline as report
 from ..run.journal import Journal
@@ -16,7 +16,10 @@ from . import flags, folders
 from .screen import say
 from .show import picture
 
-SETTINGS = ("data", "method", "profile", "late", "minimum", "over_select", "deadline", "sampler")  # that are printed
+SETTINGS: dict[str, type] = {  # that are printed
+    **{"data": str, "method": dict, "profile": str, "late": str, "sampler": str},
+    **{"minimum": int, "over_select": float, "deadline": float},
+}
 FIRST = 5  # rounds that are drawn by default
 
 
@@ -80,13 +83,19 @@ def _read(folder: Path) -> tuple[list[report.Line], Mapping[str, Any]]:
         raise InputError("run", str(folder), f"the folder of a run in simulated time{hint}")
     # Not read as an Experiment: the run's sampler may be registered in its own script only.
     try:
-        values = tomllib.loads((folder / folders.RUN).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(
-            "run", str(folder), f"the folder of a run with its {folders.RUN} ({first_line(error)})"
-        ) from None
+        values = read_toml(folder / folders.RUN)
+    except Unreadable as error:
+        raise InputError("run", str(folder), f"the folder of a run with its {folders.RUN} ({error})") from None
     if missing := [name for name in SETTINGS if name not in values]:
         raise InputError("run", str(folder), f"the folder of a run whose {folders.RUN} has {', '.join(missing)}")
+    try:
+        field(values["method"], "id", str)
+        for name, kind in SETTINGS.items():
+            field(values, name, kind)
+        for name in ("mode", "wait_free"):
+            field(values, name, str, "")
+    except Unreadable as error:
+        raise InputError("run", str(folder), f"the folder of a run, {folders.RUN} {error}") from None
     return lines, values
 
 

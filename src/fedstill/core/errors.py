@@ -16,12 +16,44 @@ class InputError(ValueError):
 
     def __init__(self, field: str, value: object, right: str) -> None:
         self.field, self.value, self.right = field, value, right
-        shown = str(value) if isinstance(value, Shown) else repr(value)
-        super().__init__(f"{field} = {shown}: should be {right}".replace("\n", " "))
+        super().__init__(printable(f"{shorten(field)} = {_shown(value)}: should be {shorten(right, 1000)}"))
 
 
 class Shown(str):
     """A value that is printed in the message without quotes: the description of something large."""
+
+
+def _shown(value: object) -> str:
+    """Return a value as a message shows it: on one line, shortened, whatever it is."""
+    if isinstance(value, Shown):
+        return shorten(value)
+    try:
+        return shorten(repr(value))
+    except Exception:  # thousands of digits, lists within themselves or very deep, a __repr__ of one's own
+        return f"a value of type {type(value).__name__}"
+
+
+def shorten(text: str, most: int = 500) -> str:
+    """Return a text with its middle left out where it is long.
+
+    >>> shorten("abcdefgh" * 100, 21)
+    'abcdefgh… (800 characters) …abcdefgh'
+    """
+    half = max(8, (most - 20) // 2)
+    return text if len(text) <= most else f"{text[:half]}… ({len(text):,} characters) …{text[-half:]}"
+
+
+def printable(text: str) -> str:
+    """Return a text on one line that any terminal can show: nothing in it can move the cursor or fail to be written.
+
+    >>> printable("a\\nb\\x1b[2J\\ud800")
+    'a b\\\\x1b[2J\\\\ud800'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() else " " if c.isspace() else c.encode("unicode_escape").decode("ascii") for c in text
+    )
 
 
 class TrainingError(RuntimeError):

@@ -63,20 +63,24 @@ class Missing(Unreadable):
 
 @contextmanager
 def open_regular(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Open a regular file to read its bytes; a pipe, a device or a folder is refused at once and never waited for."""
+    """Open a regular file to read its bytes; a pipe, a device or a folder is refused at once and never waited for.
+
+    What goes wrong while it is read is left to the caller.
+    """
     try:
-        with open(path, "rb", opener=_open_without_waiting) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise Unreadable("a regular file, not a pipe, socket or device")
-            yield file
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise Missing(f"a file that exists ({error.strerror})") from None
+        file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115
+    except (FileNotFoundError, NotADirectoryError):
+        raise Missing("a file that exists") from None
     except IsADirectoryError:
         raise Unreadable("a file, not a folder") from None
     except OSError as error:
         raise Unreadable(f"a readable file ({error.strerror or type(error).__name__})") from None
-    except MemoryError:
-        raise Unreadable("a file that fits into memory") from None
+    except ValueError:  # a null byte
+        raise Unreadable("a path without null bytes") from None
+    with file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise Unreadable("a regular file, not a pipe, socket or device")
+        yield file
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
@@ -85,14 +89,14 @@ def _open_without_waiting(path: str, flags: int) -> int:
 
 def read_bytes(path: str | os.PathLike[str], limit: int = LIMIT) -> bytes:
     """Return the content of a regular file of at most `limit` bytes."""
-    try:
-        with open_regular(path) as file:
+    with open_regular(path) as file:
+        try:
             size = os.fstat(file.fileno()).st_size
             raw = file.read(limit + 1) if size <= limit else b""
-    except Unreadable:
-        raise
-    except ValueError:  # a null byte in the path
-        raise Unreadable("a path without null bytes") from None
+        except OSError as error:
+            raise Unreadable(f"a readable file ({error.strerror or type(error).__name__})") from None
+        except MemoryError:
+            raise Unreadable("a file that fits into memory") from None
     if size > limit or len(raw) > limit:
         raise Unreadable(f"at most {limit:,} bytes (it has {max(size, len(raw)):,})")
     return raw

@@ -150,10 +150,10 @@ def _float(value: numbers.Real) -> float:
 
 
 def _within(value: float, metadata: Mapping[str, Any]) -> bool:
-    """Return whether a number is finite and within its field's limits."""
+    """Return whether a number is finite, of 64 bits, and within its field's limits."""
     least, above, most = metadata.get("least"), metadata.get("above"), metadata.get("most")
     return (
-        (isinstance(value, int) or math.isfinite(value))
+        (abs(value) < 1 << 63 if isinstance(value, int) else math.isfinite(value))
         and (least is None or value >= least)
         and (above is None or value > above)
         and (most is None or value <= most)

@@ -17,6 +17,7 @@ from .dataset import Dataset, dataset
 from .draw import generator
 
 FEATURES, CLASSES = 60, 10
+MOST = 100_000  # clients, with 450 samples each on average
 
 
 def synthetic(text: str = "") -> Dataset:
@@ -40,7 +41,9 @@ def synthetic(text: str = "") -> Dataset:
 
 
 def _parse(text: str) -> tuple[float, float, int, int]:
-    right = "synthetic:ALPHA,BETA[,CLIENTS[,SEED]] with numbers of at least 0, for example synthetic:0.5,0.5"
+    right = (
+        "synthetic:ALPHA,BETA[,CLIENTS[,SEED]] with numbers of at least 0, at most 100,000 clients: synthetic:0.5,0.5"
+    )
     values = text.split(",") if text else []
     try:
         alpha, beta = (float(values[i]) if len(values) > i else 0.5 for i in (0, 1))
@@ -48,6 +51,6 @@ def _parse(text: str) -> tuple[float, float, int, int]:
     except ValueError:
         raise InputError("data", f"synthetic:{text}", right) from None
     scales = all(math.isfinite(v) and v >= 0 for v in (alpha, beta))
-    if len(values) not in (0, 2, 3, 4) or not scales or clients < 1 or seed < 0:
+    if len(values) not in (0, 2, 3, 4) or not scales or not 1 <= clients <= MOST or not 0 <= seed < 1 << 63:
         raise InputError("data", f"synthetic:{text}", right)
     return alpha, beta, clients, seed

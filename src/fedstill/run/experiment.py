@@ -6,14 +6,13 @@ Both are frozen dataclasses that are read from TOML or flags and saved completel
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from .. import methods
-from ..core import settings
+from ..core import reading, settings
 from ..core.errors import InputError, Shown, check_path, nearest
 from ..core.method import Method
 from ..core.protection import Acceptance, Privacy, Robustness
@@ -127,12 +126,12 @@ class Experiment(Training):
         """Return the experiment that a TOML file describes; what the file leaves out has its default."""
         check_path("experiment", path)
         path = Path(path)
-        if not path.is_file():
-            raise InputError("experiment", str(path), "a TOML file that exists")
         try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise InputError("experiment", str(path), f"valid TOML ({error})") from error
+            values = reading.read_toml(path)
+        except reading.Missing:
+            raise InputError("experiment", str(path), "a TOML file that exists") from None
+        except reading.Unreadable as error:
+            raise InputError("experiment", str(path), str(error)) from None
         return cls.from_values(values)
 
 

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from ..core import plan
 from ..core.errors import InputError, Shown
+from ..core.reading import Unreadable, read_bytes
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -227,7 +228,7 @@ def _check_head(where: str, head: Sequence[str]) -> None:
 
 
 def _client(where: str, cell: str) -> int:
-    if not cell.strip().isdecimal():
+    if not cell.strip().isdecimal() or len(cell) > 20:
         raise InputError(f"{where}, column client", cell, "a client's number, counted from 0")
     return int(cell)
 
@@ -246,6 +247,6 @@ def _number(where: str, name: str, cell: str) -> float:
 
 def _bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError("profile", f"file:{path}", f"a file that can be read ({error.strerror})") from None
+        return read_bytes(path, 256 << 20)
+    except Unreadable as error:
+        raise InputError("profile", f"file:{path}", str(error)) from None
