@@ -20,6 +20,8 @@ SLOW = {"profile": "lognormal:0.9", "rounds": 6}
 FEDBUFF, FEDASYNC = {**SLOW, "mode": "fedbuff"}, {**SLOW, "mode": "fedasync"}
 WAIT_FREE = {**SLOW, "wait_free": "until-download", "personal_cap": 2}
 
+CENTRAL = {"privacy": "central", "rounds": 2, "participation": 1.0}
+
 UNUSED = [  # settings, a field, another value of it
     ({}, "server_lr", 0.5),
     ({}, "server_momentum", 0.1),
@@ -50,6 +52,11 @@ UNUSED = [  # settings, a field, another value of it
     ({}, "join_epochs", 1),
     ({}, "suspected", 2.0),
     ({"average": "median"}, "clip_to", 1.0),
+    ({}, "noise_multiplier", 3.0),
+    ({}, "clip_norm", 0.1),
+    ({}, "privacy_delta", 1e-4),
+    ({}, "privacy_budget", 2.0),
+    ({}, "accountant", "pld"),
 ]
 USED = [
     ({"server": "momentum"}, "server_lr", 0.5),
@@ -71,6 +78,10 @@ USED = [
     ({"newcomers": 1}, "join_epochs", 40),
     ({"average": "trimmed-mean", "participation": 1.0}, "suspected", 0.4),
     ({"average": "norm-clip"}, "clip_to", 0.01),
+    (CENTRAL, "noise_multiplier", 3.0),
+    (CENTRAL, "clip_norm", 0.1),
+    (CENTRAL, "privacy_delta", 1e-4),
+    (CENTRAL, "accountant", "pld"),
 ]
 
 
@@ -86,7 +97,7 @@ def outcome(result: fs.Run) -> list[object]:
 
 
 def both(given: dict[str, Any], field: str, other: object) -> tuple[fs.Run, fs.Run]:
-    method = fs.Ditto() if "wait_free" in given else fs.FedAvg()
+    method = fs.Ditto() if "wait_free" in given else fs.FedAvg(mean="uniform" if "privacy" in given else "weighted")
     return run(method, **given), run(method, **{**given, field: other})
 
 

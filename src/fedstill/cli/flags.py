@@ -21,7 +21,7 @@ from ..core.errors import InputError, Shown, nearest
 from ..core.method import Method
 
 ORDER = (  # of the groups in the help
-    "data", "model", "federation", "local training", "server", "robustness", "time", "machine",
+    "data", "model", "federation", "local training", "server", "robustness", "privacy", "time", "machine",
 )  # fmt: skip
 SYNONYMS = {  # names of the same in other libraries
     "alpha": "partition",

@@ -64,6 +64,9 @@ class Method:
     )
     robust: ClassVar[bool] = True
     """Whether what `merge` asks `task.average` for are means for everybody, which a robust rule can replace."""
+    noisy_mean: ClassVar[bool] = False
+    """Whether `merge` uses the uploads in one call of `task.average`, around the server's "params", and nowhere else, so that
+    noise in this mean covers all that the server learns."""
     personal_passes: ClassVar[float] = 0.0
     """Where `step` trains two models: passes over the data for the personal one, which nothing that goes up depends on, for each
     pass for the other."""
@@ -83,11 +86,13 @@ class Method:
     def __init_subclass__(cls) -> None:
         """Clear flags that describe an overridden hook; refuse a field that would hide a hook.
 
-        `averages` describes `merge`; `wait_free` and `personal_passes` describe a client's round; `plain_loss` describes the
-        objective. Overriding a hook, also by a mixin, clears the flags that describe it; restate them.
+        `averages` and `noisy_mean` describe `merge`; `wait_free` and `personal_passes` describe a client's round; `plain_loss`
+        describes the objective. Overriding a hook, also by a mixin, clears the flags that describe it; restate them.
         """
         if _differs(cls, "averages", "merge"):
             cls.averages = False
+        if _differs(cls, "noisy_mean", "merge"):
+            cls.noisy_mean = False
         if _differs(cls, "wait_free", "begin", "phases", "step", "finish"):
             cls.wait_free = False
         if _differs(cls, "personal_passes", "begin", "step", "finish"):

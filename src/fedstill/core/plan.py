@@ -21,6 +21,7 @@ _WORD = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 COHORT, BATCHES, STEP, METHOD = 1, 2, 3, 4  # purposes of draws: separate streams
 DEVICE, PRESENT, DROP, MONITOR = 5, 6, 7, 8  # purposes in simulated time
+NOISE = 9  # of differential privacy
 DRAWS = 1 << 16  # a method's own draws from a step's key are numbered from here on, after every layer's dropout
 
 
@@ -66,6 +67,12 @@ def tensor_bits(k: Tensor, n: int) -> Tensor:
     h = (h ^ _shift(h, 30)) * _signed(0xBF58476D1CE4E5B9)
     h = (h ^ _shift(h, 27)) * _signed(0x94D049BB133111EB)
     return h ^ _shift(h, 31)
+
+
+def normals(k: Tensor, n: int) -> Tensor:
+    """Draw n standard normal numbers (float64) for each of a tensor of 64-bit keys, along a new last axis (Box and Muller)."""
+    uniform = (_shift(tensor_bits(k, 2 * n), 11).double() + 0.5) / 2**53
+    return (-2 * uniform[..., :n].log()).sqrt() * (2 * torch.pi * uniform[..., n:]).cos()
 
 
 def _signed(word: int) -> int:

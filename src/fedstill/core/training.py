@@ -39,7 +39,7 @@ class FederationSettings(Group):
         1, "score all clients every so many rounds, and after the last", least=1, group="federation"
     )
     sampler: str = setting(
-        "uniform", "who is asked: uniform, size, available, power-of-choice, round-robin", group="federation"
+        "uniform", "who is asked: uniform, size, available, power-of-choice, round-robin, poisson", group="federation"
     )
     candidates: int = setting(
         0, "power-of-choice: clients drawn, of whom those with the highest loss are asked; 0: twice as many", least=0,

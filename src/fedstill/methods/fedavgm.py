@@ -29,6 +29,7 @@ class FedAvgM(FedAvg):
 
     id: ClassVar[str] = "fedavgm"
     paper: ClassVar[str] = "Hsu et al., 2019"
+    noisy_mean: ClassVar[bool] = True
 
     beta: float = setting(0.9, "β, the server's momentum", least=0, most=1)
 

@@ -44,6 +44,7 @@ class PFedMe(FedAvg, mean="uniform"):
     id: ClassVar[str] = "pfedme"
     paper: ClassVar[str] = "T. Dinh et al., NeurIPS 2020"
     scores: ClassVar[tuple[str, ...]] = ("personal", "generic")
+    noisy_mean: ClassVar[bool] = True
 
     lam: float = setting(15.0, "λ, how near the personal model stays to w", above=0)
     k: int = setting(5, "K, steps that solve the personal problem on a batch", least=1)

@@ -86,6 +86,7 @@ class PFedSD(SelfDistillation):
     id: ClassVar[str] = "pfedsd"
     per_sample: ClassVar[frozenset[str]] = frozenset({"logits"})
     averages: ClassVar[bool] = True
+    noisy_mean: ClassVar[bool] = True
 
     teacher: Literal["model", "predictions"] = setting("model", "run the past model, or keep its predictions")
     regulariser: Literal["kl", "mse", "l2", "ewc"] = setting("kl", "how the past model holds the new one (Table 9)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from ..data import Federation
 from ..run.evaluate import Evaluation
 from ..run.experiment import Experiment
 from ..run.result import Run, register_table
+from ..server import privacy
 from ..server.optimizer import Rule
 from ..server.sampler import count
 from ..timing.asynchronous import Asynchrony
@@ -82,6 +84,7 @@ class ResultRow:
     further: dict[str, Stat]  # further scores, by the names of `scores.words`
     seconds: float
     generic_only: bool  # it has no personal model: the generic one serves every client
+    epsilon: float | None  # what its uploads revealed, at most; None: without privacy
     cost: dict[str, float | None]  # of a participant's round: steps, flops, bytes; None where it is not known
     best: bool = False
 
@@ -151,6 +154,7 @@ def _row(label: str, runs: Sequence[Run], several_seeds: bool) -> ResultRow:
         further={name: stat_of([f[name] for f in further]) for name in further[0] if all(name in f for f in further)},
         seconds=float(np.mean([seconds(run) for run in runs])),
         generic_only="personal" not in runs[0].method.scores,
+        epsilon=max((float(run.history[-1].get("epsilon", math.inf)) for run in runs if protected(run)), default=None),
         cost=costs.means([run.cost for run in runs]),
     )
 
@@ -179,6 +183,7 @@ def stat_of(values: Sequence[float]) -> Stat:
 def columns(results: Sequence[ResultRow]) -> list[tuple[str, list[str]]]:
     """Return the table's columns: a heading and a text for each row."""
     several_seeds = any(row.seeds > 1 for row in results)
+    private = any(row.epsilon is not None for row in results)
 
     def column(heading: str, cell: Callable[[ResultRow], str]) -> tuple[str, list[str]]:
         return heading, [cell(row) for row in results]
@@ -189,6 +194,7 @@ def columns(results: Sequence[ResultRow]) -> list[tuple[str, list[str]]]:
         column("worst 10 %", lambda row: row.worst.percent()),
         column("per sample %", lambda row: row.sample.percent()),
         column("generic %", lambda row: row.generic.percent() if row.generic else NONE),
+        *([column("ε", lambda row: NONE if row.epsilon is None else f"{row.epsilon:.3g}")] if private else []),
         *costs.columns([row.cost for row in results]),
         column("seconds", lambda row: f"{row.seconds:.1f}"),
     ]
@@ -233,7 +239,7 @@ def notes(runs: Sequence[Run], results: Sequence[ResultRow], facts: Facts = UNKN
     rounds = f"{training.rounds} rounds, participation {training.participation:g}, {epochs}"
     batch, lr = (_values(runs, name) for name in ("batch_size", "lr"))
     lines.append(f"{rounds}, batch {batch}, lr {lr}; engine {engines}")
-    return [*lines, *differing, *server_lines(grouped(runs)), *time_lines(grouped(runs))]
+    return [*lines, *differing, *server_lines(grouped(runs)), *time_lines(grouped(runs)), *privacy_lines(grouped(runs))]
 
 
 def _values(runs: Sequence[Run], name: str) -> str:
@@ -266,6 +272,20 @@ def time_lines(groups: Mapping[str, Sequence[Run]]) -> list[str]:
         duration = f"{sum(seconds) / len(seconds):,.4g} simulated s on {training.profile}"
         lines.append(f"time of {label}: {duration}{', ' if modes else ''}{'; '.join(modes)}")
     return lines
+
+
+def protected(run: Run) -> bool:
+    """Return whether a run had differential privacy."""
+    return run.training.privacy != "off"
+
+
+def privacy_lines(groups: Mapping[str, Sequence[Run]]) -> list[str]:
+    """Say what ε covers, and what publishing the rest would mean."""
+    runs = {label: seeds[0] for label, seeds in groups.items() if protected(seeds[0])}
+    lines = [f"ε of {label}: {privacy.words(run.method, run.training)}" for label, run in runs.items()]
+    return (
+        [*lines, "ε: of one run's uploads; accuracies, losses and choosing among runs are not covered"] if lines else []
+    )
 
 
 def facts_line(facts: Facts) -> str:

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from .. import scores
-from ..core import settings
+from ..core import settings, tree
 from ..core.errors import InputError, Shown, check_callable, check_path
 from ..core.method import Method
 from ..core.plan import Plan
 from ..core.task import Task
 from ..data import Federation
-from ..server import average
+from ..server import average, privacy
 from ..server.optimizer import Rule
 from ..server.sampler import count
 from ..timing import wait_free
@@ -52,6 +52,27 @@ def check(method: Method, task: Task, training: Training) -> None:
     asynchrony = Asynchrony.of(method, training, training, cohort)
     average.check(method, task, training, cohort if asynchrony is None else asynchrony.buffer)
     wait_free.check(method, task, training)
+    if training.privacy != "off":
+        privacy.check(method, task, training, cohort)
+        check_private_rounds(task, training, cohort)
+
+
+def check_private_rounds(task: Task, training: Training, cohort: int) -> None:
+    """Refuse what does not go with privacy by noise at the server, whose ε assumes that clients are alike and independent."""
+    kind = f"with privacy {training.privacy!r}"
+    if task.average is not tree.mean:
+        raise InputError(
+            "average", training.average, f"the mean {kind}: how far one client moves another rule is not known"
+        )
+    if cohort < task.clients and training.sampler != "poisson":
+        right = f"'poisson' {kind} and participation below 1: ε is that of clients who take part independently"
+        raise InputError("sampler", training.sampler, right)
+    if training.privacy_delta * task.clients >= 1:
+        raise InputError(
+            "privacy_delta", training.privacy_delta, f"below 1/{task.clients}, one by the number of clients"
+        )
+    why = f"{kind}: whether one client counts may not depend on another"
+    training.require_defaults(("mode", "over_select", "late", "minimum", "availability", "wait_free"), why)
 
 
 def check_simulate(method: object, model: object, data: object, out: object, resume: object, progress: object) -> None:

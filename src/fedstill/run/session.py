@@ -25,6 +25,7 @@ from ..edge.monitor import Monitor, Policy
 from ..engine.bench import Bench
 from ..engine.step import explained
 from ..engine.trainer import Trainer
+from ..server import privacy
 from ..server.coordinator import Aggregator, Callback, Coordinator, Record, Rounds, RunState
 from ..server.gate import Gate
 from ..server.optimizer import Rule
@@ -155,20 +156,23 @@ def _coordinator(
     if start.progress is not None:
         callbacks.append(ProgressCallback(start.progress))
     callbacks += start.callbacks
+    per_round = count(sim.task.clients, training.participation)
     return Coordinator(
         sim.method,
         sim.task,
         Plan(training.seed, training.batch_size),
         RunState(server),
         transport,
-        per_round=count(sim.task.clients, training.participation),
+        per_round=per_round,
         rounds=rounds,
         callbacks=callbacks,
         eval_every=training.eval_every,
         splits=("test",) if sim.data.val is None else ("test", "val"),
         sampler=SAMPLERS[training.sampler],
         gate=Gate(sim.method.upload_varies, training.on_divergence == "refuse"),
-        aggregator=Aggregator(training.minimum, rule),
+        aggregator=Aggregator(0 if training.privacy == "central" else training.minimum, rule),
+        average=privacy.noisy_mean(sim.method, sim.task, training, per_round),
+        spend=privacy.ledger(training),
         common=None if sim.data.common is None else functools.partial(sim.common_accuracy, trainer),
         away=frozenset(sim.newcomers),
         watch=scores.forgetting if training.forgetting else None,

@@ -149,6 +149,9 @@ class Coordinator:
     aggregator: Aggregator = field(default_factory=Aggregator)
     average: Callable[[Task, Tree], Average] | None = None
     """Return what stands behind `task.average` in a round's merge, given the server's state: for noise and trusted updates."""
+    spend: Callable[[Sequence[Record], Sequence[int], float], Record] | None = None
+    """Return what the record says of privacy if these clients are asked, given the history and the share of the clients that a
+    round asks; raises where that must not be."""
     common: Callable[[Tree], float] | None = None  # accuracy on a test set that belongs to no client
     away: frozenset[int] = frozenset()  # clients that are neither trained nor scored
     watch: Callable[[Sequence[Reply], Sequence[Record]], Record] | None = None
@@ -186,6 +189,11 @@ class Coordinator:
         """Sample, send, collect, merge, score, and tell the callbacks."""
         began, state = time.perf_counter(), self.state
         cohort = self.sample(task.round)
+        spent = (
+            {}
+            if self.spend is None
+            else self.spend(state.history, cohort, self.per_round / max(1, len(self.present())))
+        )
         with explained(self.method, task, stacked=False):
             options: dict[str, Any] = {"work": self.rounds.work, "watch": self.watch is not None}
             orders = [self.order("train", task, k, **options) for k in cohort]
@@ -207,6 +215,7 @@ class Coordinator:
             **(self.watch(exchange.answers, state.history) if self.watch else {}),
             **exchange.record,
             **self.remembered(cohort, exchange),
+            **spent,
         }
         if cohort and len(exchange.merged) < self.aggregator.minimum:
             record["abandoned"] = True

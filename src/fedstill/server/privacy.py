@@ -1,4 +1,4 @@
-"""What uploads have spent of a privacy budget: ε at a given δ, of steps or rounds with Gaussian noise.
+"""User-level privacy by noise at the merge, and what uploads have spent of a privacy budget: ε at a given δ.
 
 A step of DP-SGD, and a round of user-level privacy, is the Gaussian mechanism on a Poisson sample: each sample (or client)
 takes part with probability `rate`, by itself; what it adds is clipped to a norm C, and noise of deviation σ·C is added to the
@@ -9,18 +9,30 @@ by Rényi divergences (RDP; Mironov, Talwar and Zhang, 2019) or by the distribut
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import functools
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from ..core.errors import InputError
+import torch
+
+from ..core import plan, tree
+from ..core.errors import InputError, Shown, TrainingError
+from ..core.method import Method
+from ..core.protection import Privacy
+from ..core.task import Average, Task
+from ..core.tree import Tree
+from .gate import example_upload
 
 AccountantName: TypeAlias = Literal["rdp", "pld"]
 Spent: TypeAlias = Mapping[float, int]  # sampling rate → steps made at this rate
 
 
-def accounting() -> Any:
+def accounting(kind: str = "on") -> Any:
     """Return the package that computes ε; refuse where it is not installed, since without ε no upload may leave."""
     try:
         import dp_accounting
@@ -28,7 +40,7 @@ def accounting() -> Any:
         import dp_accounting.rdp
     except ImportError:
         right = "'off' without the package dp-accounting, which computes ε (pip install 'fedstill[privacy]')"
-        raise InputError("privacy", "on", right) from None
+        raise InputError("privacy", kind, right) from None
     return dp_accounting
 
 
@@ -54,8 +66,13 @@ def _by_rdp(steps: tuple[tuple[float, int], ...], noise: float, delta: float) ->
 @functools.lru_cache(maxsize=4096)
 def _one_step(rate: float, noise: float) -> Any:
     """Return an accountant that has seen one step; RDP adds up over steps."""
-    package = accounting()
-    return package.rdp.RdpAccountant().compose(_event(rate, noise))
+    package, log = accounting(), logging.getLogger("absl")
+    level = log.level
+    log.setLevel(logging.ERROR)  # it warns of orders that do not converge, which it leaves out
+    try:
+        return package.rdp.RdpAccountant().compose(_event(rate, noise))
+    finally:
+        log.setLevel(level)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -70,3 +87,149 @@ def _by_pld(steps: tuple[tuple[float, int], ...], noise: float, delta: float) ->
 def _event(rate: float, noise: float) -> Any:
     package = accounting()
     return package.PoissonSampledDpEvent(rate, package.GaussianDpEvent(noise))
+
+
+# ---- noise at the merge ----------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class NoisyMean:
+    """The mean of the clients' changes, each clipped to `clip`, with noise of deviation noise·clip on their sum.
+
+    The sum is divided by the number of clients that are asked on average, whoever came: so one client more or less changes it
+    by `clip` at most. McMahan et al., "Learning Differentially Private Recurrent Language Models", ICLR 2018 (fixed
+    denominator, clients sampled independently).
+    """
+
+    clip: float
+    noise: float
+    expected: float
+    names: tuple[str, ...]  # what clients upload
+    key: int
+
+    def __call__(self, trees: Sequence[Tree], weights: Sequence[float], around: Tree | None = None) -> Tree:
+        """Return the model `around` moved by the noisy mean, over the entries that clients upload."""
+        if around is None or len(set(weights)) > 1:
+            raise ValueError("a private mean needs equal weights and the model that clients started from")
+        start = {name: around[name].double() for name in self.names}
+        total = {name: torch.zeros_like(value) for name, value in start.items()}
+        for entry in trees:
+            change = {name: entry[name].double() - value for name, value in start.items()}
+            length = max(float(tree.square_norm(change)) ** 0.5, self.clip)
+            for name, value in change.items():
+                total[name] += value * (self.clip / length)
+        sizes = [value.numel() for value in start.values()]
+        key = torch.tensor(self.key - (1 << 63), dtype=torch.int64, device=start[self.names[0]].device)
+        drawn = torch.split(plan.normals(key, sum(sizes)), sizes)
+        return {
+            name: (value + (total[name] + self.noise * self.clip * z.reshape(value.shape)) / self.expected).to(
+                around[name].dtype
+            )
+            for (name, value), z in zip(start.items(), drawn, strict=True)
+        }
+
+
+def noisy_mean(method: Method, task: Task, settings: Privacy, cohort: int) -> Callable[[Task, Tree], Average] | None:
+    """Return what makes the mean of each round, where the server adds noise; `cohort` clients are asked on average."""
+    if settings.privacy != "central":
+        return None
+    names = tuple(uploaded(method, task)["params"])
+
+    def of_round(task: Task, server: Tree) -> Average:
+        key = plan.key(task.seed, plan.NOISE, task.round)
+        return NoisyMean(settings.clip_norm, settings.noise_multiplier, cohort, names, key)
+
+    return of_round
+
+
+def uploaded(method: Method, task: Task) -> Tree:
+    """Return an upload of round 1, as far as names and shapes go."""
+    task, first = dataclasses.replace(task, round=1), task.net.initial()
+    return example_upload(method, task, method.send(task, method.init_server(task, first), 0))
+
+
+# ---- what has been spent ---------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Ledger:
+    """Counts what a run's uploads have spent, from its records alone, and stops the run before it spends more than its budget.
+
+    A record has `spent`, the rounds so far at each sampling rate, and their `epsilon`.
+    """
+
+    settings: Privacy
+
+    def __call__(self, history: Sequence[Mapping[str, Any]], cohort: Sequence[int], share: float) -> dict[str, Any]:
+        """Return the entries of the next round's record; refuse the round where they exceed the budget or cannot be known."""
+        before, rate = spent_so_far(history), str(min(1.0, share))
+        spent = {**before, rate: before.get(rate, 0) + 1}
+        return {"spent": spent, "epsilon": self.allowed(len(history) + 1, self.epsilon(spent))}
+
+    def epsilon(self, spent: Mapping[str, int]) -> float:
+        """Return ε of so many rounds at each rate."""
+        s = self.settings
+        counts = {float(rate): count for rate, count in spent.items()}
+        return epsilon(counts, s.noise_multiplier, s.privacy_delta, s.accountant)
+
+    def allowed(self, round: int, epsilon: float) -> float:
+        """Return ε, where it is a number within the budget; else the round does not begin."""
+        limit = self.settings.privacy_budget or math.inf
+        if not epsilon <= limit or not math.isfinite(epsilon):
+            raise TrainingError(
+                f"round {round}: the privacy budget is spent: ε would be {epsilon:.4g}, above {limit:g}. Nothing was sent"
+            )
+        return epsilon
+
+
+def spent_so_far(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return what the last record says was spent; refuse a history that does not say so, since ε would then be unknown."""
+    for record in history:
+        if not isinstance(record.get("epsilon"), float) or not isinstance(record.get("spent"), dict):
+            raise TrainingError(
+                f"round {record.get('round')}: its record does not say what was spent (epsilon, spent), so nothing is sent"
+            )
+    return dict(history[-1]["spent"]) if history else {}
+
+
+def ledger(settings: Privacy) -> Ledger | None:
+    """Return what counts a run's privacy, where it has any."""
+    return None if settings.privacy == "off" else Ledger(settings)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+def check(method: Method, task: Task, settings: Privacy, cohort: int) -> None:
+    """Refuse a method or a model that the analysis does not cover, a run without the package that computes ε, and one whose
+    rounds, with `cohort` clients on average, cost more than its budget.
+    """
+    accounting(settings.privacy)
+    name, kind = method.id or type(method).__name__, f"with privacy {settings.privacy!r}"
+    if not method.noisy_mean:
+        right = f"one whose clients' uploads are only averaged {kind}, as fedavg ({name} does not say so: `noisy_mean`)"
+        raise InputError("method", name, right)
+    if getattr(method, "mean", "uniform") != "uniform":
+        raise InputError(
+            "mean", getattr(method, "mean", ""), f"'uniform' {kind}: no client may weigh more than another"
+        )
+    example = uploaded(method, task)
+    if set(example) != {"params"}:
+        more = ", ".join(sorted(set(example) - {"params"}))
+        raise InputError("method", name, f"one that uploads weights alone {kind}; {name} also uploads {more}")
+    still = [entry for entry in example["params"] if entry not in task.net.parameters]
+    if still:
+        raise InputError("model", Shown(still[0]), f"without statistics such as BatchNorm's {kind}: use GroupNorm")
+    ledger, rate = Ledger(settings), str(cohort / task.clients)
+    total = ledger.epsilon({rate: task.rounds})
+    if settings.privacy_budget and total > settings.privacy_budget:
+        fits = bisect.bisect_right(
+            range(1, task.rounds + 1), settings.privacy_budget, key=lambda n: ledger.epsilon({rate: n})
+        )
+        right = f"at least {total:.4g}, the ε of {task.rounds} rounds (it allows {fits}), or more noise"
+        raise InputError("privacy_budget", settings.privacy_budget, right)
+
+
+def words(method: Method, settings: Privacy) -> str:
+    """Describe a run's protection in one line, and what it does not cover."""
+    line = (
+        f"each client's changes (central: clipped to {settings.clip_norm:g}, noise × {settings.noise_multiplier:g} at the "
+        f"server), at δ {settings.privacy_delta:g}, by {settings.accountant.upper()}"
+    )
+    if "personal" in method.scores:
+        line += "; personal models stay home and spend nothing: to publish one would reveal its client's data, without a bound"
+    return line

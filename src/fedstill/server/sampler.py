@@ -52,7 +52,7 @@ class Scene:
 
 Sampler: TypeAlias = Callable[[Scene, int], "Sequence[int] | Ints"]
 SAMPLERS: dict[str, Sampler] = {}
-BY_PLAN = ("uniform", "size", "available", "round-robin")  # independent of the results of training
+BY_PLAN = ("uniform", "size", "available", "round-robin", "poisson")  # independent of the results of training
 
 
 def sampler(name: str) -> Callable[[Sampler], Sampler]:
@@ -103,6 +103,14 @@ def round_robin(scene: Scene, number: int) -> Sequence[int] | Ints:
     """Select the clients asked least often; each pass through the clients has a random order of its own."""
     order = keyed.keys(scene.plan.seed, keyed.COHORT, scene.asked.astype(np.uint64), scene.clients.astype(np.uint64))
     return scene.clients[np.lexsort((order, scene.asked))[:number]]
+
+
+@sampler("poisson")
+def poisson(scene: Scene, number: int) -> Sequence[int] | Ints:
+    """Sample each client by itself, so that `number` are selected on average: what an ε of clients that are sampled assumes."""
+    keys = keyed.keys(scene.plan.seed, keyed.COHORT, scene.round, scene.clients.astype(np.uint64))
+    u = ((keys >> np.uint64(11)).astype(np.float64) + 0.5) / 2**53
+    return scene.clients[u * len(scene.clients) < number]
 
 
 @dataclass
