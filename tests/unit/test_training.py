@@ -57,6 +57,9 @@ UNUSED = [  # settings, a field, another value of it
     ({}, "privacy_delta", 1e-4),
     ({}, "privacy_budget", 2.0),
     ({}, "accountant", "pld"),
+    ({}, "attackers", 2.0),
+    ({}, "attack_strength", 1.0),
+    ({"attack": "label-flip"}, "backdoor_target", 1),
 ]
 USED = [
     ({"server": "momentum"}, "server_lr", 0.5),
@@ -82,6 +85,9 @@ USED = [
     (CENTRAL, "clip_norm", 0.1),
     (CENTRAL, "privacy_delta", 1e-4),
     (CENTRAL, "accountant", "pld"),
+    ({"attack": "sign-flip"}, "attackers", 2.0),
+    ({"attack": "gaussian"}, "attack_strength", 2.0),
+    ({"attack": "backdoor"}, "backdoor_target", 2),
 ]
 
 

@@ -22,6 +22,7 @@ _GAMMA = 0x9E3779B97F4A7C15
 COHORT, BATCHES, STEP, METHOD = 1, 2, 3, 4  # purposes of draws: separate streams
 DEVICE, PRESENT, DROP, MONITOR = 5, 6, 7, 8  # purposes in simulated time
 NOISE = 9  # of differential privacy
+ATTACK = 11  # who attacks, which samples are poisoned, and forged noise
 DRAWS = 1 << 16  # a method's own draws from a step's key are numbered from here on, after every layer's dropout
 
 

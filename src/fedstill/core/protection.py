@@ -11,6 +11,8 @@ from typing import Literal
 from .errors import InputError
 from .settings import Group, setting
 
+POISONS = ("label-flip", "backdoor")  # attacks on the attackers' own training data
+
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance(Group):
@@ -38,8 +40,24 @@ class Robustness(Group):
         0.0, "norm-clip: the longest change of an upload; 0: the median of the round's", least=0, group="robustness"
     )
 
+    attack: Literal["none", "sign-flip", "gaussian", "alie", "inner-product", "label-flip", "backdoor"] = setting(
+        "none", "simulated attackers: forged uploads (the first four) or poisoned training data", group="robustness"
+    )
+    attackers: float = setting(
+        0.2, "clients that attack, drawn from the seed: a share or a number", above=0, group="robustness"
+    )
+    attack_strength: float = setting(
+        0.0, "s of a forged upload, or the share of an attacker's samples that is poisoned; 0: the attack's own (docs/robust.md)",
+        least=0, group="robustness",
+    )  # fmt: skip
+    backdoor_target: int = setting(0, "the class that the backdoor's trigger should give", least=0, group="robustness")
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.attackers > 1 and self.attackers % 1:
+            raise InputError("attackers", self.attackers, "a share below 1, or a whole number")
+        if self.attack in POISONS and self.attack_strength > 1:
+            raise InputError("attack_strength", self.attack_strength, f"a share with {self.attack}: at most 1")
         if 0.5 <= self.suspected < 1 or (self.suspected > 1 and self.suspected % 1):
             raise InputError("suspected", self.suspected, "a share below 0.5, or a whole number")
 
@@ -50,6 +68,10 @@ class Robustness(Group):
             unused["suspected"] = "without `average` trimmed-mean, krum or multi-krum"
         if self.average != "norm-clip":
             unused["clip_to"] = "without `average` norm-clip"
+        if self.attack == "none":
+            unused |= dict.fromkeys(("attackers", "attack_strength"), "without `attack`")
+        if self.attack != "backdoor":
+            unused["backdoor_target"] = "without `attack` backdoor"
         return unused
 
 

@@ -23,6 +23,7 @@ from ..core.plan import Plan
 from ..core.task import Task
 from ..data import Federation
 from ..server import average, privacy
+from ..server.attack import OMNISCIENT
 from ..server.optimizer import Rule
 from ..server.sampler import count
 from ..timing import wait_free
@@ -50,6 +51,9 @@ def check(method: Method, task: Task, training: Training) -> None:
         raise InputError("minimum", training.minimum, f"at most {cohort}, the clients that are wanted in a round")
     Rule.of(method, training)
     asynchrony = Asynchrony.of(method, training, training, cohort)
+    if training.attack in OMNISCIENT and training.mode != "sync":
+        right = f"one that needs no other uploads of its round with mode {training.mode!r}, such as sign-flip"
+        raise InputError("attack", training.attack, right)
     average.check(method, task, training, cohort if asynchrony is None else asynchrony.buffer)
     wait_free.check(method, task, training)
     if training.privacy != "off":

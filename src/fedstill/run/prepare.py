@@ -13,15 +13,18 @@ from .. import models, scores
 from ..core.errors import InputError, Shown
 from ..core.method import Method
 from ..core.plan import JointPlan, Plan
+from ..core.protection import POISONS
 from ..core.task import Average, Task
 from ..core.tree import Params, Tree
 from ..data import Federation
+from ..data.poison import poisoned
 from ..edge.data_manager import DataManager, join
 from ..engine.bench import Bench, threads
 from ..engine.trainer import Trainer
 from ..nn.net import Net
 from ..nn.split import by_head
 from ..scores.external import with_external
+from ..server.attack import Attack
 from ..server.average import rule_of
 from ..server.sampler import count
 from ..timing import clock
@@ -45,6 +48,7 @@ class Simulation:
     newcomers: tuple[int, ...] = ()
     external: tuple[torch.Tensor, torch.Tensor] | None = None
     devices: clock.Devices | None = None  # of simulated time
+    attack: Attack | None = None
 
     @property
     def task(self) -> Task:
@@ -118,6 +122,12 @@ def prepare(
     if not net.parameters:
         raise InputError("model", Shown(type(model).__name__), "a module with parameters that require a gradient")
     split = by_head(model, head)
+    joining = scores.newcomers(Plan(training.seed, training.batch_size), len(federation), training.newcomers)
+    attack = Attack.of(training, training.seed, [k for k in range(len(federation)) if k not in joining])
+    if attack is not None and training.attack in POISONS:
+        federation = poisoned(
+            federation, attack.kind, attack.clients, attack.strength, training.seed, training.backdoor_target
+        )
     manager = DataManager(federation, device, dtype)
     net.probe(manager.train.x[:2], federation.classes)
     task = Task(
@@ -135,7 +145,6 @@ def prepare(
     )
     legal.check(method, task, training)
     plan = Plan(training.seed, training.batch_size)
-    joining = scores.newcomers(plan, len(federation), training.newcomers)
     bench = Bench(method, task, JointPlan((plan,), len(federation)), join([manager]))
     together = count(task.clients, training.participation)
     devices = None
@@ -149,7 +158,17 @@ def prepare(
     )  # fmt: skip
     samples = scores.Samples.of(federation)
     return Simulation(
-        method, training, trainer, manager, net.initial(), device, samples, joining, federation.external, devices
+        method,
+        training,
+        trainer,
+        manager,
+        net.initial(),
+        device,
+        samples,
+        joining,
+        federation.external,
+        devices,
+        attack,
     )
 
 

@@ -46,6 +46,7 @@ class Run:
     seconds: float
     task: Task  # the setting of local work, at the last round
     newcomers: tuple[int, ...] = ()  # clients that did not take part in training
+    attackers: tuple[int, ...] = ()  # simulated, which no score counts
     after: dict[str, Any] = dataclasses.field(default_factory=dict)  # scores after the federation that were asked for
     _cost: list[accounting.Cost] = dataclasses.field(default_factory=list)  # once it was asked for
 
@@ -54,8 +55,10 @@ class Run:
         """Return the result of a coordinator whose rounds are over."""
         task = dataclasses.replace(coordinator.task, round=coordinator.task.rounds)
         history, newcomers = coordinator.state.history, simulation.newcomers
+        attackers = () if simulation.attack is None else tuple(sorted(simulation.attack.clients))
         return cls(
-            simulation, coordinator, driver, simulation.method, simulation.training, engine, history, seconds, task, newcomers
+            simulation, coordinator, driver, simulation.method, simulation.training, engine, history, seconds, task, newcomers,
+            attackers,
         )  # fmt: skip
 
     @property
@@ -80,8 +83,9 @@ class Run:
 
     @property
     def clients(self) -> list[int]:
-        """The clients that took part in the federation: all but the newcomers."""
-        return [k for k in range(self.task.clients + len(self.newcomers)) if k not in self.newcomers]
+        """The clients that took part in the federation: all but the newcomers and simulated attackers."""
+        others = {*self.newcomers, *self.attackers}
+        return [k for k in range(self.task.clients + len(self.newcomers)) if k not in others]
 
     @property
     def cost(self) -> accounting.Cost:
@@ -162,6 +166,10 @@ class Run:
         training)."""
         results = scores.joined(self, epochs)
         return results["newcomers_before"], results["newcomers_after"]
+
+    def backdoor(self, target: int = 0) -> dict[str, float]:
+        """Return how often the personal and the generic models give class `target` to samples with a backdoor's trigger."""
+        return scores.backdoor(self, target)
 
     def table(self) -> str:
         """Return the result as text, with the settings that it belongs to."""

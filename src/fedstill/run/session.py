@@ -178,6 +178,7 @@ def _coordinator(
         watch=scores.forgetting if training.forgetting else None,
         samples=sim.data.train.sizes,
         candidates=training.candidates,
+        attack=sim.attack,
         run=number,
         runs=runs,
     )

@@ -6,6 +6,7 @@
     fine_tuned   each client trains its model for some more epochs after the federation                      further.py
     newcomers    clients that join after the federation, before and after some epochs of their own           further.py
     forgetting   what a client loses when the download takes the place of the model it had trained           forgetting.py
+    backdoor     how often honest clients' models give the attackers' class to samples with the trigger      backdoor.py
 
 `Run` has each as a method; the settings of the same names ask for them with the run, and `run.after` holds what was asked. A
 score of one's own is a `Score` that is registered (score.py).
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from .backdoor import backdoor
 from .ensemble import averaged, new, on_external
 from .external import Samples
 from .forgetting import forgetting
@@ -31,6 +33,7 @@ __all__ = [
     "Score",
     "after",
     "averaged",
+    "backdoor",
     "explanations",
     "fine_tuned",
     "forgetting",

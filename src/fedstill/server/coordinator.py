@@ -23,6 +23,7 @@ from ..core.task import Average, Task
 from ..core.tree import Tree
 from ..engine.step import explained
 from ..transport.messages import Dialogue, Kind, Order, Reply, Request, Transport
+from .attack import Attack
 from .gate import Gate, example_upload
 from .optimizer import Rule
 from .records import Scores, split_seconds, summary, traffic
@@ -158,6 +159,7 @@ class Coordinator:
     """Have training watched, and return what the record says of the replies, given the history (forgetting)."""
     samples: Sequence[int] = ()  # training samples of each client, where they are known
     candidates: int = 0  # d of the sampler power-of-choice
+    attack: Attack | None = None  # simulated attackers, who are not scored
     run: int = 0  # number among the runs that go side by side, which share the seconds
     runs: int = 1
     memory: Memory = field(init=False)  # what the sampler may use
@@ -212,7 +214,7 @@ class Coordinator:
             **traffic([*orders, *exchange.besides], exchange.answers),
             "train_seconds": took / self.runs,
             **split_seconds(carried / self.runs, waited / self.runs, took / self.runs),
-            **(self.watch(exchange.answers, state.history) if self.watch else {}),
+            **(self.watch(self.of_honest(exchange.answers), state.history) if self.watch else {}),
             **exchange.record,
             **self.remembered(cohort, exchange),
             **spent,
@@ -249,12 +251,12 @@ class Coordinator:
             generic = self.method.generic(task, self.state.server) if "generic" in self.method.scores else None
         record: Record = {}
         for split in self.splits:
-            orders = [self.order("score", task, k, generic=generic, split=split) for k in self.present()]
+            orders = [self.order("score", task, k, generic=generic, split=split) for k in self.honest()]
             replies = yield Request(orders)
             scores = Scores.read(replies, self.method.scores)
             record |= summary(scores, "" if split == self.splits[0] else f"{split}_")
         if len(self.samples):
-            record["train_samples"] = {str(k): int(self.samples[k]) for k in self.present()}
+            record["train_samples"] = {str(k): int(self.samples[k]) for k in self.honest()}
         if self.common is not None and generic is not None:
             record["generic_common"] = self.common(generic)
         return record
@@ -276,7 +278,12 @@ class Coordinator:
     def inspect(
         self, task: Task, orders: Iterable[Order], replies: Sequence[Reply]
     ) -> tuple[list[Reply], dict[str, Any]]:
-        """Pass replies through the gate: return those that may be merged, and what the record says of the others."""
+        """Pass replies through the gate: return those that may be merged, and what the record says of the others.
+
+        Simulated attackers forge their uploads before.
+        """
+        if self.attack is not None:
+            replies = self.forged(self.attack, task, orders, replies)
         refused = [reply.client for reply in replies if reply.refusal]
         faulty = {reply.client: reply.fault for reply in replies if reply.fault}
         answers = [reply for reply in replies if not reply.refusal and not reply.fault]
@@ -293,6 +300,8 @@ class Coordinator:
         if hopeless:
             raise TrainingError(f"round {task.round}: no upload has ever had the right form; {hopeless}")
         record: dict[str, Any] = {"refused": refused} if refused else {}
+        if self.attack is not None:
+            record["attackers"] = [reply.client for reply in replies if reply.client in self.attack.clients]
         reasons = dict(sorted({**faulty, **diverged, **reasons}.items()))
         if reasons:
             record["rejected"] = {str(client): reason for client, reason in reasons.items()}
@@ -301,6 +310,24 @@ class Coordinator:
     def note(self, reasons: Mapping[int, str]) -> None:
         """Have the round's record name these clients, whose replies to other orders than `train` are refused."""
         self.noted |= {str(client): reason for client, reason in reasons.items()}
+
+    def forged(self, attack: Attack, task: Task, orders: Iterable[Order], replies: Sequence[Reply]) -> list[Reply]:
+        """Return replies with the attackers' uploads forged."""
+        down = {order.client: order.down for order in orders}
+
+        def untrained(reply: Reply) -> Tree:
+            return self.example(dataclasses.replace(task, round=reply.round), down[reply.client])
+
+        return attack.forge(replies, task.net.parameters, untrained)
+
+    def honest(self) -> list[int]:
+        """Return the clients that are scored: those present but for simulated attackers."""
+        return [k for k in self.present() if self.attack is None or k not in self.attack.clients]
+
+    def of_honest(self, replies: Sequence[Reply]) -> Sequence[Reply]:
+        """Return the replies of clients that are no simulated attackers."""
+        attack = self.attack
+        return replies if attack is None else [reply for reply in replies if reply.client not in attack.clients]
 
     def example(self, task: Task, down: Tree) -> Tree:
         """Return what a client that was sent `down` would upload, as far as names, shapes and dtypes go."""
