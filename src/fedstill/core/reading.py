@@ -111,7 +111,7 @@ def read_json(path: str | os.PathLike[str], limit: int = LIMIT, depth: int = DEP
     """Return the object that a JSON file holds."""
     value = parse_json(read_bytes(path, limit), depth)
     if not isinstance(value, dict):
-        raise Unreadable(f"a JSON object (it is {_described(value)})")
+        raise Unreadable(f"a JSON object (it is {described(value)})")
     return value
 
 
@@ -209,7 +209,7 @@ def field(
     fedstill.core.reading.Unreadable: one whose field 'round' is a whole number (it is the text '3')
     """
     if not isinstance(data, dict):
-        raise Unreadable(f"an object with the field {name!r} (it is {_described(data)})")
+        raise Unreadable(f"an object with the field {name!r} (it is {described(data)})")
     value = data.get(name)
     if value is None:
         if default is not _REQUIRED:
@@ -235,11 +235,11 @@ def checked(value: object, kind: type[T], where: str, *, least: float | None = N
         value = float(value)
     fits = type(value) is kind and (kind is not float or math.isfinite(value))  # type: ignore[arg-type]
     if not fits:
-        raise Unreadable(f"one {where} {_KINDS[kind]} (it is {_described(value)})")
+        raise Unreadable(f"one {where} {_KINDS[kind]} (it is {described(value)})")
     if (least is not None and value < least) or (most is not None and value > most):  # type: ignore[operator]
         words = [f"at least {least:,}"] if least is not None else []
         words += [f"at most {most:,}"] if most is not None else []
-        raise Unreadable(f"one {where} {' and '.join(words)} (it is {_described(value)})")
+        raise Unreadable(f"one {where} {' and '.join(words)} (it is {described(value)})")
     return value  # type: ignore[return-value]
 
 
@@ -257,7 +257,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise Unreadable(f"JSON whose keys are unique ({_described(twice)} is there twice)")
+        raise Unreadable(f"JSON whose keys are unique ({described(twice)} is there twice)")
     return values
 
 
@@ -296,7 +296,7 @@ def _check_table(value: Any, level: int = 0) -> None:
         raise Unreadable("TOML whose whole numbers fit into 64 bits")
 
 
-def _described(value: object) -> str:
+def described(value: object) -> str:
     """Return a value in a few words."""
     if isinstance(value, str):
         return f"the text {value!r}" if len(value) <= 40 else f"a text of {len(value):,} characters"

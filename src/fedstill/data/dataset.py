@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +52,9 @@ class Dataset:
                 )
             if x.dtype not in (np.uint8, np.float32):
                 raise InputError(f"{self.name}.{field}", Shown(f"an array of type {x.dtype}"), "uint8 or float32")
+        for name in (self.name, *self.labels, *self.groups):
+            if not name.isprintable():
+                raise InputError("data", name, "named in printable characters: its clients and classes too")
 
     def __len__(self) -> int:
         return len(self.x)
@@ -128,7 +132,8 @@ def samples(where: str, x: Array) -> Array:
     return x
 
 
-MAX_CLASSES = 1_000_000  # a label beyond it is a mistake, and would need a table of that size
+MAX_CLASSES = 100_000  # each costs a row of the model's head and of the tables of counts
+GAPS = 1000  # classes up to which labels may leave as many numbers out as they like
 
 
 def targets(where: str, y: Array, count: int, classes: int | None = None) -> Ints:
@@ -145,6 +150,21 @@ def targets(where: str, y: Array, count: int, classes: int | None = None) -> Int
         shown = Shown(f"label {y[first].item()} of sample {first}")
         raise InputError(where, shown, f"a whole number of at least 0 and below {limit:,}")
     return y.astype(np.int64)
+
+
+def count_classes(where: str, labels: Sequence[Ints]) -> int:
+    """Return 1 + the largest label; refuse labels that leave most numbers out, since each number costs memory.
+
+    >>> count_classes("y", [np.array([0, 2]), np.array([1, 4])])
+    5
+    """
+    classes = 1 + max(int(y.max()) for y in labels)
+    if classes > GAPS:
+        occurring = len(np.unique(np.concatenate([np.unique(y) for y in labels])))
+        if classes > 2 * occurring:
+            shown = Shown(f"label {classes - 1} where {occurring} different labels occur")
+            raise InputError(where, shown, "classes numbered 0, 1, 2, … with few numbers left out")
+    return classes
 
 
 def moments(x: Array) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -182,6 +202,6 @@ def dataset(
             raise InputError(where, Shown(shown), f"{train_x.shape[1:]} {train_x.dtype} as the training samples are")
         test_y = targets(where, test[1], len(test_x), classes)
     if classes is None:
-        classes = 1 + max(int(y.max()) for y in (train_y, test_y) if y is not None)
+        classes = count_classes(where, [y for y in (train_y, test_y) if y is not None])
     mean, std = moments(train_x) if train_x.dtype == np.uint8 else ((), ())
     return Dataset(name, train_x, train_y, classes, test_x, test_y, mean, std, **fields)

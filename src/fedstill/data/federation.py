@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from ..core.errors import InputError, Shown
+from ..core.memory import require
 from .arrays import check_same, read_labels, read_samples
-from .dataset import Dataset, Ints
+from .dataset import MAX_CLASSES, Dataset, Ints, count_classes
 from .partition import Partition, deal, parse
 from .record import Record, load_record
 from .split import official_test, parse_split, split_indices
@@ -92,8 +93,10 @@ class Federation:
         """
         if isinstance(classes, np.integer):
             classes = int(classes)
-        if isinstance(classes, bool) or not (classes is None or (isinstance(classes, int) and classes >= 1)):
-            raise InputError("classes", classes, "a whole number of at least 1")
+        if isinstance(classes, bool) or not (
+            classes is None or (isinstance(classes, int) and 1 <= classes <= MAX_CLASSES)
+        ):
+            raise InputError("classes", classes, f"a whole number of at least 1 and at most {MAX_CLASSES:,}")
         if not isinstance(clients, Sequence) or len(clients) == 0:
             raise InputError(
                 "clients", type(clients).__name__, "a list of at least one (x_train, y_train, x_test, y_test)"
@@ -120,7 +123,7 @@ class Federation:
             digest.update(x.numpy().tobytes())
             digest.update(ys[where].numpy().tobytes())
         if classes is None:
-            classes = 1 + max(int(y.max()) for y in ys.values())
+            classes = count_classes("clients", [y.numpy() for y in ys.values()])
         names = [(f"clients[{k}].x_train", f"clients[{k}].x_test") for k in range(len(clients))]
         members = tuple(Client(xs[a], ys[a], xs[b], ys[b]) for a, b in names)
         sizes = [[len(ys[a]), len(ys[b])] for a, b in names]
@@ -156,6 +159,9 @@ class Federation:
         pool = "train" if ratio.official else pool
         if scheme.kind == "file":
             seed = load_record(Path(str(scheme.parameter))).seed  # the same split into train and test, too
+        numbers = dataset.x.size + (0 if dataset.test_x is None else dataset.test_x.size)
+        # the clients' float32 samples, and the two official parts as one
+        require("data", dataset.name, 4 * numbers + (dataset.x.itemsize * numbers if pool == "all" else 0))
         data = dataset.pooled() if pool == "all" else dataset
         indices = deal(
             scheme,

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..core.errors import InputError, Shown, nearest
 from . import schemes
-from .dataset import Ints, targets
+from .dataset import Ints, count_classes, targets
 from .record import load_record
 
 REAL = {
@@ -90,7 +90,7 @@ def deal(
     raw = np.asarray(labels)
     y = targets("labels", raw, len(raw), classes)
     if classes is None:
-        classes = int(y.max(initial=-1)) + 1
+        classes = count_classes("labels", [y]) if len(y) else 0
     if clients is not None and (isinstance(clients, bool) or not isinstance(clients, int | np.integer) or clients < 1):
         raise InputError("clients", clients, "a whole number of at least 1")
     if scheme.kind in ("domain", "owner"):

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..core.errors import InputError, Shown
 from .dataset import Array, Dataset, dataset, samples, targets
-from .files import npz, split_arrays, wrong
+from .files import npz, wrong
 
 LABELS = ("label", "y")
 
@@ -31,7 +31,7 @@ def silo_set(name: str, folder: Path) -> Dataset | None:
             test = None
             headers.append((path, header))
         else:
-            x, y, test = split_arrays(str(path), npz(path))
+            x, y, test = npz(path)
         xs.append(samples(str(path), x))
         ys.append(targets(str(path), y, len(x)))
         if xs[-1].shape[1:] != xs[0].shape[1:] or xs[-1].dtype != xs[0].dtype:

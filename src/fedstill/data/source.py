@@ -258,8 +258,14 @@ def load(
     resizes, `PATH#DOMAIN,DOMAIN` reads some domains with the classes of all) or of silos (one CSV or npz file per
     client). Missing files are downloaded unless `fetch` is False.
     """
+    try:
+        return _load(source, root_of(root), fetch, progress)
+    except MemoryError:
+        raise InputError("data", str(source), "small enough for the memory") from None
+
+
+def _load(source: str | Path, folder: Path, fetch: bool, progress: download.Progress | None) -> Dataset:
     text = str(source)
-    folder = root_of(root)
     if isinstance(source, str):
         name, _, parameter = text.partition(":")
         if name == "synthetic":

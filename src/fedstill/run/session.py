@@ -15,12 +15,12 @@ import numpy as np
 from .. import scores
 from ..core import settings, tree
 from ..core.errors import CannotStack, TrainingError
+from ..core.memory import available as available_memory
 from ..core.plan import JointPlan, Plan
 from ..edge.data_manager import join
 from ..edge.edge import Edge, MemoryStore
 from ..edge.model_store.plain import PlainStore
 from ..edge.model_store.store import ModelStore
-from ..edge.model_store.tiers import available_memory
 from ..edge.monitor import Monitor, Policy
 from ..engine.bench import Bench
 from ..engine.step import explained

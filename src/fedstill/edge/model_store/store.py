@@ -13,12 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...core.memory import available as available_memory
 from ...core.tree import Tree, leaves
 from .disk import READERS, Disk
 from .gpu import Gpu
 from .hierarchy import Hierarchy
 from .layout import Layout, TreeSpec, copy_row, resize_spec, tree_spec
-from .tiers import Row, available_memory
+from .tiers import Row
 
 NONE: frozenset[str] = frozenset()
 

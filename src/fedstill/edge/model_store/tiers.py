@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -110,14 +108,3 @@ class PinnedSlots:
             slot.readers.append(slot.filled)
             slot.filled = None
         self.free[len(slot.storage)].append(slot)
-
-
-def available_memory() -> int:
-    """Return the bytes of memory that this process may still take; a container's limit counts."""
-    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 8 << 30
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        size = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    with contextlib.suppress(OSError, ValueError):  # "max": no limit
-        size = min(size, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return size
