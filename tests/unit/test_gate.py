@@ -68,6 +68,7 @@ def holding(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 PARAMETER, BUFFER = "head.0.weight", "head.1.running_var"
 NOT_FINITE = "its upload holds numbers that are not finite"
+TOO_LARGE = "its upload holds numbers that are too large: their norm is above 1.8e+19"
 MISMATCHES: dict[str, tuple[Change, str]] = {
     "missing": (without(PARAMETER), f"params|{PARAMETER} is missing from its upload"),
     "buffer missing": (without(BUFFER), f"params|{BUFFER} is missing from its upload"),
@@ -86,12 +87,69 @@ MISMATCHES: dict[str, tuple[Change, str]] = {
     "flat": (replaced(PARAMETER, lambda v: v.flatten()), "has shape (30,) instead of (5, 6)"),
     "dtype": (replaced(PARAMETER, lambda v: v.float()), f"params|{PARAMETER} has dtype float32 instead of float64"),
     "whole": (replaced("bn.num_batches_tracked", lambda v: v.double()), "has dtype float64 instead of int64"),
+    "half": (replaced(PARAMETER, lambda v: v.half()), "has dtype float16 instead of float64"),
+    "int": (replaced(PARAMETER, lambda v: v.long()), "has dtype int64 instead of float64"),
+    "bool": (replaced(PARAMETER, lambda v: v > 0), "has dtype bool instead of float64"),
+    "scalar": (replaced(PARAMETER, lambda v: v[0, 0]), "has shape () instead of (5, 6)"),
+    "one number": (replaced("fc1.bias", lambda v: v[:1]), "has shape (1,) instead of (6,)"),
+    "one column": (replaced(PARAMETER, lambda v: v[:, :1]), "has shape (5, 1) instead of (5, 6)"),
+    "sparse": (replaced(PARAMETER, lambda v: v.to_sparse()), f"params|{PARAMETER} is no plain tensor"),
+    "meta": (replaced(PARAMETER, lambda v: v.to("meta")), f"params|{PARAMETER} is no plain tensor"),
+    "with a gradient": (replaced(PARAMETER, lambda v: v.requires_grad_()), f"params|{PARAMETER} is no plain tensor"),
+    "a text": (replaced(PARAMETER, lambda v: "5"), f"params|{PARAMETER} is no tensor"),  # type: ignore[arg-type,return-value]
+    "nothing": (lambda up: None, "its upload is no tree of tensors"),  # type: ignore[arg-type,return-value]
+    "an empty branch": (lambda up: {**up, "more": {}}, "more| does not belong into its upload"),
+    "a flat name": (lambda up: tree.flatten(up), "has an entry with the name"),
+    "deep": (
+        lambda up: {**up, "more": functools.reduce(lambda b, _: {"b": b}, range(99), {})},
+        "more than 32 branches",
+    ),
+    "huge": (replaced(PARAMETER, holding(1e30)), TOO_LARGE),
+    "huge in a buffer": (replaced(BUFFER, holding(-1e30)), TOO_LARGE),
+    "a huge whole number": (replaced("bn.num_batches_tracked", lambda v: v * 0 + 2**62), TOO_LARGE),
     "nan": (replaced(PARAMETER, holding(float("nan"))), NOT_FINITE),
     "inf": (replaced(PARAMETER, holding(float("inf"))), NOT_FINITE),
     "-inf": (replaced(PARAMETER, holding(float("-inf"))), NOT_FINITE),
     "nan in a buffer": (replaced(BUFFER, holding(float("nan"))), NOT_FINITE),
     "inf in a buffer": (replaced(BUFFER, holding(float("inf"))), NOT_FINITE),
 }
+
+
+def reports(**numbers: object) -> Tampered:
+    """A transport by which one client's report holds other numbers in one round; None: the number is missing."""
+
+    def pass_on(reply: Reply) -> Reply:
+        if (reply.kind, reply.round, reply.client) == ("train", ROUND, BAD):
+            report = {name: value for name, value in {**reply.report, **numbers}.items() if value is not None}
+            return dataclasses.replace(reply, report=report)  # type: ignore[arg-type]
+        return reply
+
+    return Tampered(pass_on)
+
+
+MISREPORTS: list[tuple[dict[str, object], str]] = [
+    ({"samples": 0}, "it reports 0 samples; 1 are registered"),
+    ({"samples": -9}, "it reports -9 samples"),
+    ({"samples": float("nan")}, "it reports nan samples"),
+    ({"samples": 10**12}, "it reports 1e+12 samples; 1 are registered"),
+    ({"samples": 1e18}, "it reports 1e+18 samples"),
+    ({"samples": 10**5000}, "it reports a int samples"),
+    ({"samples": "5"}, "it reports '5' samples"),
+    ({"samples": True}, "it reports True samples"),
+    ({"samples": 1.5}, "it reports 1.5 samples"),
+    ({"samples": torch.tensor(1.0)}, "it reports a Tensor samples"),
+    ({"loss": "5"}, "it reports '5' loss"),
+    ({"loss": True}, "it reports True loss"),
+    ({"loss": None}, "its report has no loss"),
+    ({"steps": None}, "its report has no steps"),
+    ({"steps": 10**9}, "it reports 1e+09 steps; 2 are the most it can make"),
+    ({"steps": 0.5}, "it reports 0.5 steps"),
+    ({"finite": 7.0}, "it reports 7 finite"),
+    ({"finite": "1"}, "it reports '1' finite"),
+    ({"seconds": float("inf")}, "it reports inf seconds"),
+    ({"flops": "many"}, "it reports 'many' flops"),
+    ({str(i): 1.0 for i in range(99)}, "its report is no table of at most 64 numbers"),
+]
 
 
 @functools.lru_cache
@@ -124,6 +182,43 @@ def test_a_bad_upload_is_as_none_at_all(name: str, method: fs.Method) -> None:
     for k in range(len(SIZES)):
         assert identical({"": tree.flatten(refused.memory(k))}, {"": tree.flatten(lost.memory(k))})
     assert not identical(states(refused), states(honest))  # or nothing was shown
+
+
+@pytest.mark.parametrize(("numbers", "reason"), MISREPORTS, ids=[reason for _, reason in MISREPORTS])
+def test_a_report_that_cannot_be_is_as_no_reply_at_all(numbers: dict[str, object], reason: str) -> None:
+    refused, (lost, _) = finish(prepared(fs.SCAFFOLD()), reports(**numbers)), reference(fs.SCAFFOLD())
+    assert [record.get("rejected") for record in refused.history] == [None, {str(BAD): reason}, None]
+    assert identical(states(refused), states(lost))
+    assert identical({"": tree.flatten(refused.server)}, {"": tree.flatten(lost.server)})
+
+
+def test_finite_is_not_believed_beside_weights_that_are_not() -> None:
+    def change(reply: Reply) -> Reply:
+        at = (reply.kind, reply.round, reply.client) == ("train", ROUND, BAD)
+        up = tree.map(lambda leaf: leaf * torch.nan if leaf.is_floating_point() else leaf, reply.up)
+        return dataclasses.replace(reply, up=up, report={**reply.report, "finite": 1.0}) if at else reply
+
+    refused, (lost, _) = finish(prepared(fs.FedAvg()), Tampered(change)), reference(fs.FedAvg())
+    assert refused.history[1]["rejected"] == {str(BAD): NOT_FINITE}
+    assert identical(states(refused), states(lost))
+
+
+WAYS: dict[str, dict[str, object]] = {
+    "stacked": {"engine": "stacked"},
+    "timed": {"profile": "lognormal:0.5"},
+    "wait-free": {"profile": "lognormal:0.5", "wait_free": "until-download"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["huge", "nothing", "an empty branch", "a text", "samples"])
+def test_in_every_kind_of_round(way: str, name: str) -> None:
+    """Time does not matter for what is merged here: nobody is late."""
+    method, bad = fs.Ditto(), reports(samples="5") if name == "samples" else sends(MISMATCHES[name][0])
+    refused = finish(prepared(method, **WAYS[way]), bad)
+    lost = finish(prepared(method, engine="stacked" if way == "stacked" else "one"), Tampered(is_lost))
+    assert [set(record.get("rejected", {})) for record in refused.history] == [set(), {str(BAD)}, set()]
+    assert identical({"": refused.generic()}, {"": lost.generic()})
 
 
 def test_nothing_of_it_is_left_where_uploads_lie_in_one_stretch_of_memory() -> None:
@@ -286,7 +381,7 @@ def test_what_was_right_a_round_ago_is_not_right_where_the_form_changes() -> Non
     assert "instead of" in found.history[1]["rejected"]["0"]
 
 
-REPORT = {"loss": 1.0, "steps": 1.0}
+REPORT = {"loss": 1.0, "steps": 1.0, "samples": 1.0}
 
 
 @pytest.mark.parametrize(("varies", "rounds"), [(False, [1]), (True, [1, 2])])

@@ -60,6 +60,7 @@ UNUSED = [  # settings, a field, another value of it
     ({}, "attackers", 2.0),
     ({}, "attack_strength", 1.0),
     ({"attack": "label-flip"}, "backdoor_target", 1),
+    ({}, "over_norm", "clip"),
 ]
 USED = [
     ({"server": "momentum"}, "server_lr", 0.5),
@@ -88,6 +89,7 @@ USED = [
     ({"attack": "sign-flip"}, "attackers", 2.0),
     ({"attack": "gaussian"}, "attack_strength", 2.0),
     ({"attack": "backdoor"}, "backdoor_target", 2),
+    ({"max_norm": 0.05}, "over_norm", "clip"),
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -162,27 +164,47 @@ def test_finite_rows() -> None:
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_finite_each(copied: bool) -> None:
+def test_norms(copied: bool) -> None:
     """Of rows of one buffer and of trees that lie anywhere."""
     whole = stacked()
+    right = [
+        math.sqrt(sum(float(leaf.double().square().sum()) for leaf in entry["params"].values()))
+        for entry in tree.rows(whole, N)
+    ]
     whole["params"]["a"][1, 2, 0] = torch.nan
     whole["params"]["b"][3, 0] = -torch.inf
     whole["params"]["b"][4, :2] = torch.tensor([torch.inf, -torch.inf])
     entries = [entry["params"] for entry in tree.rows(whole, N)]
     entries = [tree.clone(entry) for entry in entries] if copied else entries
     assert together(entries) is not copied
-    assert tree.finite_each(entries) == [True, False, True, False, False]
-    assert tree.finite_each([entries[2], entries[1]]) == [True, False]
+    found = tree.norms(entries)
+    assert [math.isfinite(norm) for norm in found] == [True, False, True, False, False]
+    assert found[0] == pytest.approx(right[0], rel=1e-6)
+    assert tree.norms([entries[2], entries[1]])[0] == pytest.approx(right[2], rel=1e-6)
 
 
-def test_finite_each_of_trees_that_are_not_alike() -> None:
+def test_norms_of_trees_that_are_not_alike() -> None:
     bad = {"x": torch.tensor([1.0, torch.nan])}
-    assert tree.finite_each([]) == []
-    assert tree.finite_each([{}, bad, {"n": torch.arange(2)}, {"x": torch.ones(1), "y": bad}]) == [
-        True,
-        False,
-        True,
-        False,
-    ]
-    assert tree.finite_each([{}, {}]) == [True, True]
-    assert tree.finite_each([{"x": torch.full((4,), 3e38)}]) == [True]  # a sum that float32 does not hold
+    assert tree.norms([]) == []
+    assert tree.norms([{}, {}]) == [0.0, 0.0]
+    found = tree.norms(
+        [
+            {},
+            bad,
+            {"n": torch.arange(4)},
+            {"x": torch.ones(1), "y": bad},
+            {"a": torch.tensor([3.0]), "b": {"c": torch.tensor(4)}},
+        ]
+    )
+    assert found[0] == 0
+    assert found[2] == pytest.approx(math.sqrt(14))
+    assert found[4] == 5
+    assert math.isnan(found[1])
+    assert math.isnan(found[3])
+
+
+@pytest.mark.parametrize(("value", "finite"), [(1.8e19, True), (1.9e19, False), (1e30, False), (-3e38, False)])
+def test_a_norm_is_infinite_where_float32_cannot_hold_its_square(value: float, finite: bool) -> None:
+    assert math.isfinite(tree.norms([{"x": torch.tensor([0.0, value])}])[0]) is finite
+    assert tree.norms([{"x": torch.tensor([0.0, value], dtype=torch.float64)}]) == [abs(value)]
+    assert tree.norms([{"n": torch.tensor(2**53)}, {"n": torch.tensor(2**53 + 2)}]) == [2.0**53, math.inf]

@@ -21,6 +21,20 @@ class Acceptance(Group):
     on_divergence: Literal["stop", "refuse"] = setting(
         "stop", "where a client's own training diverges: stop the run, or refuse its upload", group="server"
     )
+    max_norm: float = setting(
+        0.0, "largest norm of an upload's difference from what was sent; 0: any", least=0, group="server"
+    )
+    over_norm: Literal["reject", "clip"] = setting(
+        "reject", "what becomes of an upload above max_norm: refused, or moved towards what was sent", group="server"
+    )
+    max_share: float = setting(
+        0.9, "largest share of a round's samples that a client may claim where its number is not registered",
+        above=0, most=1, group="server",
+    )  # fmt: skip
+
+    def unused(self) -> dict[str, str]:
+        """Return what has no effect where no norm is bounded."""
+        return super().unused() | ({} if self.max_norm else {"over_norm": "without `max_norm`"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ arguments, and floating leaves keep their dtype.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -201,23 +202,26 @@ def finite_rows(n: int, *trees: Tree) -> Tensor:
     return torch.isfinite(torch.stack(sums)).all(0) if sums else torch.ones(n, dtype=torch.bool)
 
 
-def finite_each(trees: Sequence[Tree]) -> list[bool]:
-    """Return for each tree whether all its numbers are finite; waits for the device once.
+def norms(trees: Sequence[Tree]) -> list[float]:
+    """Return the norm of each tree's numbers, NaN or infinite where one is not finite; waits for the device once.
 
-    Entries that `rows` made are summed as rows of their buffer, in one operation for all trees.
+    It is infinite as well where float32 cannot hold the square of a float32 tree's norm, and where a whole number is above 2^53.
+    Entries that `rows` made are read as rows of their buffer, in one operation for all trees.
     """
     flat = [[leaf for _, leaf in leaves(tree) if leaf.is_floating_point()] for tree in trees]
+    whole = [[leaf for _, leaf in leaves(tree) if not leaf.is_floating_point()] for tree in trees]
     same_length = all(len(entry) == len(flat[0]) for entry in flat)
     joined = _joined_rows(flat) if flat and flat[0] and same_length else None
-    if joined is not None:
-        return [bool(ok) for ok in torch.isfinite(torch.stack(joined[0]).sum(1, dtype=torch.float64)).tolist()]
-    finite = [True] * len(trees)
-    owners = [i for i, entry in enumerate(flat) for _ in entry]
-    if owners:
-        sums = torch.stack([leaf.sum(dtype=torch.float64) for entry in flat for leaf in entry])
-        for i, ok in zip(owners, torch.isfinite(sums).tolist(), strict=True):
-            finite[i] = finite[i] and ok
-    return finite
+    parts = flat if joined is None else [[row] for row in joined[0]]
+    squares = [0.0] * len(trees)
+    for entries, most in ((parts, float("inf")), (whole, 2.0**53)):
+        owners = [i for i, entry in enumerate(entries) for _ in entry]
+        if owners:
+            several = [leaf if leaf.is_floating_point() else leaf.double() for entry in entries for leaf in entry]
+            norms = torch.stack([norm.double() for norm in torch._foreach_norm(several)]).tolist()
+            for i, norm in zip(owners, norms, strict=True):
+                squares[i] += norm * norm if norm <= most or norm != norm else math.inf
+    return [math.sqrt(square) for square in squares]
 
 
 def fit_rows(tree: Tree, names: frozenset[str], rows: int) -> Tree:

@@ -49,6 +49,8 @@ def check(method: Method, task: Task, training: Training) -> None:
     cohort = count(task.clients, training.participation)
     if training.minimum > cohort:
         raise InputError("minimum", training.minimum, f"at most {cohort}, the clients that are wanted in a round")
+    if training.max_norm and not (method.averages and (training.over_norm == "reject" or not method.coupled)):
+        raise InputError("max_norm", training.max_norm, f"0 for {method.id}: its server takes no plain mean of models")
     Rule.of(method, training)
     asynchrony = Asynchrony.of(method, training, training, cohort)
     if training.attack in OMNISCIENT and training.mode != "sync":

@@ -169,7 +169,7 @@ def _coordinator(
         eval_every=training.eval_every,
         splits=("test",) if sim.data.val is None else ("test", "val"),
         sampler=SAMPLERS[training.sampler],
-        gate=Gate(sim.method.upload_varies, training.on_divergence == "refuse"),
+        gate=Gate.of(training, sim.method, sim.data.train.sizes),
         aggregator=Aggregator(0 if training.privacy == "central" else training.minimum, rule),
         average=privacy.noisy_mean(sim.method, sim.task, training, per_round),
         spend=privacy.ledger(training),

@@ -24,7 +24,7 @@ from ..core.tree import Tree
 from ..engine.step import explained
 from ..transport.messages import Dialogue, Kind, Order, Reply, Request, Transport
 from .attack import Attack
-from .gate import Gate, example_upload
+from .gate import NEEDED, REPORTED, TOO_LARGE, Gate, example_upload
 from .optimizer import Rule
 from .records import Scores, split_seconds, summary, traffic
 from .sampler import Memory, Sampler, uniform
@@ -287,9 +287,11 @@ class Coordinator:
         refused = [reply.client for reply in replies if reply.refusal]
         faulty = {reply.client: reply.fault for reply in replies if reply.fault}
         answers = [reply for reply in replies if not reply.refusal and not reply.fault]
-        diverged = self.gate.diverged(task, answers, len(self.present()))
-        answers = [reply for reply in answers if reply.client not in diverged]
         down = {order.client: order.down for order in orders}
+        misread = self.gate.reports(answers, NEEDED if self.watch else REPORTED, self.most_steps(task, answers))
+        answers = [reply for reply in answers if reply.client not in misread]
+        diverged, arrived = self.gate.diverged(task, answers), len(answers)
+        answers = [reply for reply in answers if reply.client not in diverged]
 
         def example(reply: Reply) -> Tree:
             at = dataclasses.replace(task, round=reply.round)
@@ -299,13 +301,27 @@ class Coordinator:
         hopeless = self.gate.hopeless(len(self.present()))
         if hopeless:
             raise TrainingError(f"round {task.round}: no upload has ever had the right form; {hopeless}")
+        grown = {k: reason for k, reason in reasons.items() if reason.startswith(TOO_LARGE)}
+        self.gate.go_on(task, {**diverged, **grown}, arrived, len(self.present()))
         record: dict[str, Any] = {"refused": refused} if refused else {}
         if self.attack is not None:
             record["attackers"] = [reply.client for reply in replies if reply.client in self.attack.clients]
-        reasons = dict(sorted({**faulty, **diverged, **reasons}.items()))
+        if self.gate.max_norm:
+            accepted, far, clipped = self.gate.bounded(accepted, down, self.task.net.parameters)
+            reasons |= far
+            if clipped:
+                record["clipped"] = {str(k): norm for k, norm in clipped.items()}
+        reasons = dict(sorted({**faulty, **misread, **diverged, **reasons}.items()))
         if reasons:
             record["rejected"] = {str(client): reason for client, reason in reasons.items()}
         return accepted, record
+
+    def most_steps(self, task: Task, replies: Iterable[Reply]) -> dict[int, int]:
+        """Return how many steps the work of clients has, by their registered samples."""
+        phases = self.method.phases(task)
+        epochs = sum(task.epochs if phase.epochs is None else phase.epochs for phase in phases)
+        known = [reply.client for reply in replies if reply.client < len(self.samples)]
+        return {k: self.plan.steps(int(self.samples[k]), epochs) for k in known}
 
     def note(self, reasons: Mapping[int, str]) -> None:
         """Have the round's record name these clients, whose replies to other orders than `train` are refused."""

@@ -19,9 +19,11 @@ def nbytes(sent: Tree, seen: dict[int, int] | None = None) -> int:
 
     `seen` remembers branches by identity: what all clients are sent is looked at once.
     """
+    if not isinstance(sent, dict):
+        return 0  # what the gate has refused
     if seen is not None and id(sent) in seen:
         return seen[id(sent)]
-    total = sum(nbytes(leaf, seen) if isinstance(leaf, dict) else leaf.nbytes for leaf in sent.values())
+    total = sum(nbytes(leaf, seen) if isinstance(leaf, dict) else getattr(leaf, "nbytes", 0) for leaf in sent.values())
     if seen is not None:
         seen[id(sent)] = total
     return total

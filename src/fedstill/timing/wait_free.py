@@ -177,5 +177,5 @@ class WaitFree(Schedule):
                 if background.since[k][0] == t
             ]
             replies += yield Request(orders)
-        coordinator.note(coordinator.gate.diverged(coordinator.task, replies, len(coordinator.present())))
+        coordinator.note(coordinator.gate.diverged(coordinator.task, replies))
         return replies
