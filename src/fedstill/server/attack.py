@@ -73,7 +73,9 @@ class Attack:
         known: list[Params] = []
         if self.kind in OMNISCIENT:
             honest = [reply.up for reply in sound if reply.client not in self.clients]
-            known = [tree.flatten(up) for up, fine in zip(honest, tree.finite_each(honest), strict=True) if fine]
+            known = [
+                tree.flatten(up) for up, norm in zip(honest, tree.norms(honest), strict=True) if math.isfinite(norm)
+            ]
         scale = self.strength or z_max(len(known) + len(mine), len(mine))
         forged = {}
         for reply in mine:
