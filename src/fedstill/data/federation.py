@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +35,16 @@ class Client:
     y_val: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Whole:
+    """What a share of a federation knows of the whole."""
+
+    held: frozenset[int]  # the clients whose samples are in the share
+    tests: bool  # whether it has all clients' test samples
+    sizes: tuple[dict[str, int], ...]  # by client the samples of each split
+    checksum: str
+
+
 @dataclass(frozen=True, eq=False)
 class Federation:
     """Clients with the same classes and sample shape, and a global test set where there is one.
@@ -52,12 +62,15 @@ class Federation:
     mean: tuple[float, ...] = ()  # how the source's samples were normalised, per channel
     std: tuple[float, ...] = ()
     external: Pair | None = None  # test data of a source that no client had, normalised alike
+    whole: Whole | None = None  # of a share (`only`): what is known of all clients
 
     def __len__(self) -> int:
         return len(self.clients)
 
     def checksum(self) -> str:
         """Return a fast checksum of every client's samples and labels, to detect data that changed during a run."""
+        if self.whole is not None:
+            return self.whole.checksum
         crc = 0
         for client in self.clients:
             for tensor in (client.x_train, client.y_train, client.x_test, client.y_test, client.x_val, client.y_val):
@@ -69,6 +82,19 @@ class Federation:
     def shape(self) -> tuple[int, ...]:
         """The shape of one sample."""
         return tuple(self.clients[0].x_train.shape[1:])
+
+    def sizes(self, split: Literal["train", "test", "val"]) -> tuple[int, ...]:
+        """Return the samples that each client has in a split."""
+        if self.whole is not None:
+            return tuple(sizes.get(split, 0) for sizes in self.whole.sizes)
+        return tuple(_sizes(client).get(split, 0) for client in self.clients)
+
+    def only(self, clients: Collection[int], tests: bool = False) -> Federation:
+        """Return a share: the same federation with these clients' samples only; with `tests`, all clients' tests as well."""
+        held = frozenset(clients)
+        whole = Whole(held, tests, tuple(map(_sizes, self.clients)), self.checksum())
+        members = (c if k in held else _without_samples(c, tests) for k, c in enumerate(self.clients))
+        return replace(self, clients=tuple(members), whole=whole)
 
     def counts(self) -> Ints:
         """Return the samples per class of every client, over all its splits: [clients, classes]."""
@@ -185,6 +211,18 @@ class Federation:
             tuple(members), data.classes, data.name, record.hash, data.test_tensors(), record.to_dict(),
             data.labels, data.mean, data.std,
         )  # fmt: skip
+
+
+def _sizes(client: Client) -> dict[str, int]:
+    splits = {"train": client.y_train, "test": client.y_test, "val": client.y_val}
+    return {name: len(y) for name, y in splits.items() if y is not None}
+
+
+def _without_samples(client: Client, tests: bool) -> Client:
+    """Return a client without its samples, or with its tests alone; what is left out takes no memory."""
+    tensors = {f.name: getattr(client, f.name) for f in fields(client)}
+    kept = ("x_test", "y_test") if tests else ()
+    return Client(**{n: t if t is None or n in kept else t[:0].clone() for n, t in tensors.items()})
 
 
 def _take(data: Dataset, index: Ints) -> Pair:

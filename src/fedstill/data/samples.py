@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..core.errors import InputError
 from ..core.tree import put
 
 
@@ -62,14 +64,28 @@ class Part:
     y: Tensor
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
+    held: frozenset[int] | None = None  # the clients whose rows are here; None: all
+
+    def check_held(self, clients: Iterable[int]) -> None:
+        """Refuse clients whose samples are with another process."""
+        missing = [] if self.held is None else [k for k in clients if k not in self.held]
+        if missing:
+            raise InputError("client", missing[0], "one whose samples this process holds: they are with another")
+
+    def all(self) -> tuple[Tensor, Tensor]:
+        """Return all clients' samples and labels."""
+        self.check_held(range(len(self.sizes)))
+        return self.x[:], self.y
 
     def of(self, client: int) -> tuple[Tensor, Tensor]:
         """Return a client's samples and labels; a view where they are floating-point numbers."""
+        self.check_held([client])
         rows = slice(self.starts[client], self.starts[client] + self.sizes[client])
         return self.x[rows], self.y[rows]
 
     def rows(self, clients: list[int], width: int) -> Tensor:
         """Return `width` row numbers for each client: its own, then its first one repeated as padding."""
+        self.check_held(clients)
         start, size = (
             put([each[k] for k in clients], self.x.device).unsqueeze(1) for each in (self.starts, self.sizes)
         )

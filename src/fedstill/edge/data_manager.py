@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -23,11 +24,15 @@ class DataManager(Splits):
     def __init__(self, federation: Federation, device: torch.device, dtype: torch.dtype) -> None:
         norm = (federation.mean, federation.std) if device.type == "cuda" else None
         validation = [(c.x_val, c.y_val) for c in federation.clients if c.x_val is not None and c.y_val is not None]
-        super().__init__(
-            _split([(c.x_train, c.y_train) for c in federation.clients], device, dtype, norm),
-            _split([(c.x_test, c.y_test) for c in federation.clients], device, dtype, norm),
-            _split(validation, device, dtype, norm) if len(validation) == len(federation) else None,
-        )
+        train = _split([(c.x_train, c.y_train) for c in federation.clients], device, dtype, norm)
+        test = _split([(c.x_test, c.y_test) for c in federation.clients], device, dtype, norm)
+        val = _split(validation, device, dtype, norm) if len(validation) == len(federation) else None
+        whole = federation.whole
+        if whole is not None:  # a share: the others' samples are with other processes, their numbers are known
+            train = replace(train, sizes=federation.sizes("train"), held=whole.held)
+            test = replace(test, sizes=federation.sizes("test"), held=None if whole.tests else whole.held)
+            val = val and replace(val, sizes=federation.sizes("val"), held=whole.held)
+        super().__init__(train, test, val)
         common = (
             None if federation.test is None else (federation.test[0].to(device, dtype), federation.test[1].to(device))
         )
@@ -67,7 +72,12 @@ def _joined(splits: Sequence[Part]) -> Part:
     starts = tuple(offsets[i] + start for i, split in zip(positions, splits, strict=True) for start in split.starts)
     sizes = tuple(size for split in splits for size in split.sizes)
     y = torch.cat([split.y for split in distinct]) if len(distinct) > 1 else distinct[0].y
-    return Part(joined, y, starts, sizes)
+    held = None
+    if any(split.held is not None for split in splits):
+        everybody = [frozenset(range(len(split.sizes))) if split.held is None else split.held for split in splits]
+        first = itertools.accumulate((len(split.sizes) for split in splits), initial=0)
+        held = frozenset(start + k for start, each in zip(first, everybody, strict=False) for k in each)
+    return Part(joined, y, starts, sizes, held)
 
 
 def _same(a: Part, b: Part) -> bool:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -43,7 +43,19 @@ from .journal import Journal
 from .prepare import Simulation
 from .result import Run
 
-Transports: TypeAlias = Callable[[Edge], Transport]  # makes a transport, given the edge that this process can offer
+@runtime_checkable
+class Elsewhere(Protocol):
+    """Makes the transport of runs whose clients are divided among processes."""
+
+    def share(self, clients: int) -> frozenset[int]:
+        """Return the clients that this process holds, given how many there are."""
+
+    def open(self, edge: Edge, simulations: Sequence[Simulation]) -> Transport:
+        """Have the other processes set up their clients of these runs; `edge` has this process's."""
+
+
+Transports: TypeAlias = Callable[[Edge], Transport] | Elsewhere
+"""Makes a transport, given the edge that this process can offer."""
 
 
 @dataclass(frozen=True)
@@ -122,23 +134,40 @@ def start(starts: Sequence[Start], transport: Transports | None = None) -> Sessi
     Raises `CannotStack` where several runs cannot be trained side by side.
     """
     sims = [start.simulation for start in starts]
-    trainer = sims[0].trainer if len(sims) == 1 else _joint_trainer(sims)
-    rounds = [rounds_of(sim) for sim in sims]
-    monitors = [monitor_of(sim, strategy) for sim, strategy in zip(sims, rounds, strict=True)]
-    folder = next((start.journal.folder for start in starts if start.journal is not None), None)
-    edge = Edge([sim.method for sim in sims], trainer, _store(sims, folder), monitors, _store(sims, folder, True))
-    carrier = (transport or LocalTransport)(edge)
+    parts = edge_of(sims, next((start.journal.folder for start in starts if start.journal is not None), None))
+    if isinstance(transport, Elsewhere):
+        carrier = transport.open(parts.edge, sims)
+    else:
+        carrier = (transport or LocalTransport)(parts.edge)
     driver = Driver(carrier)
     coordinators = [
-        _coordinator(start, number, len(starts), strategy, carrier, trainer)
-        for number, (start, strategy) in enumerate(zip(starts, rounds, strict=True))
+        _coordinator(start, number, len(starts), strategy, carrier, parts.trainer)
+        for number, (start, strategy) in enumerate(zip(starts, parts.rounds, strict=True))
     ]
     at = _common_round(starts)
     for start, coordinator in zip(starts, coordinators, strict=True):
         _resume(start, coordinator, driver, at)
     if len({coordinator.state.round for coordinator in coordinators}) > 1:
         raise CannotStack("the runs are not at the same round")
-    return Session(starts, coordinators, driver, trainer, [coordinator.state.round for coordinator in coordinators])
+    return Session(starts, coordinators, driver, parts.trainer, [coordinator.state.round for coordinator in coordinators])
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What runs side by side share in a process: the edge with its clients, what trains them, and by run the timing."""
+
+    edge: Edge
+    trainer: Trainer
+    rounds: Sequence[Rounds]
+
+
+def edge_of(sims: Sequence[Simulation], folder: Path | None = None) -> Parts:
+    """Put together what trains and keeps the clients of some runs; large memories may lie in files of `folder`."""
+    trainer = sims[0].trainer if len(sims) == 1 else _joint_trainer(sims)
+    rounds = [rounds_of(sim) for sim in sims]
+    monitors = [monitor_of(sim, strategy) for sim, strategy in zip(sims, rounds, strict=True)]
+    stores = _store(sims, folder), _store(sims, folder, True)
+    return Parts(Edge([sim.method for sim in sims], trainer, stores[0], monitors, stores[1]), trainer, rounds)
 
 
 def _coordinator(

@@ -21,9 +21,9 @@ from .callbacks import Progress
 from .experiment import Experiment, Training, check_format, to_toml
 from .journal import Journal
 from .lock import check_free
-from .prepare import PYTHON, from_experiment, prepare
+from .prepare import PYTHON, Share, from_experiment, prepare
 from .result import Run
-from .session import Start, Transports, start
+from .session import Elsewhere, Start, Transports, start
 
 
 def simulate(
@@ -79,7 +79,7 @@ def run(
 ) -> Run:
     """Run a whole experiment: read and divide the data, build the model, train. `federation` saves reading it again."""
     legal.check_run(experiment, out, progress, federation)
-    return finish(begin(experiment, out=out, progress=progress, federation=federation), transport)
+    return finish(begin(experiment, out=out, progress=progress, federation=federation, transport=transport), transport)
 
 
 def begin(
@@ -89,6 +89,7 @@ def begin(
     progress: Progress | None = None,
     federation: Federation | None = None,
     resume: bool = False,
+    transport: Transports | None = None,
 ) -> Start:
     """Return a whole experiment as it is before its first round, its folder made.
 
@@ -96,10 +97,12 @@ def begin(
     """
     journal = Journal(out) if out is not None else None
     if journal and resume and journal.begun:
-        return continued(journal.folder, progress=progress, federation=federation, experiment=experiment)
+        return continued(
+            journal.folder, progress=progress, federation=federation, experiment=experiment, transport=transport
+        )
     if journal:
         check_free(journal.folder)
-    simulation, federation = from_experiment(experiment, federation)
+    simulation, federation = from_experiment(experiment, federation, share_of(transport))
     if journal:
         record, threads = partition_record(federation, experiment.profile), simulation.trainer.training_threads
         with journal.entered():
@@ -127,7 +130,7 @@ def resume(
     """
     check_path("folder", folder)
     check_callable("progress", progress)
-    return finish(continued(folder, rounds=rounds, progress=progress), transport)
+    return finish(continued(folder, rounds=rounds, progress=progress, transport=transport), transport)
 
 
 def continued(
@@ -137,6 +140,7 @@ def continued(
     progress: Progress | None = None,
     federation: Federation | None = None,
     experiment: Experiment | None = None,
+    transport: Transports | None = None,
 ) -> Start:
     """Return the run that a folder holds as it goes on after its newest checkpoint.
 
@@ -147,7 +151,8 @@ def continued(
     with journal.entered():
         held = Experiment.from_toml(journal.folder / "experiment.toml")
         wanted = held if rounds is None else dataclasses.replace(held, rounds=rounds)
-        simulation, federation = from_experiment(wanted if experiment is None else experiment, federation)
+        whole = wanted if experiment is None else experiment
+        simulation, federation = from_experiment(whole, federation, share_of(transport))
         if experiment is not None:
             wanted = complete(experiment, federation)
             check_same(held, wanted, journal.folder)
@@ -171,6 +176,11 @@ def check_same(held: Experiment, wanted: Experiment, folder: Path) -> None:
 def partition_record(federation: Federation, profile: str) -> dict[str, Any]:
     """Return what identifies the data, its division and the simulated devices."""
     return {**federation.partition_record, "contents": federation.checksum(), **clock.record(profile)}
+
+
+def share_of(transport: Transports | None) -> Share | None:
+    """Return what says which clients this process holds; None: all."""
+    return transport.share if isinstance(transport, Elsewhere) else None
 
 
 def finish(one: Start, transport: Transports | None = None) -> Run:

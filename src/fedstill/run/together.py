@@ -63,7 +63,10 @@ def try_together(
         for experiment, folder, federation, follow in zip(
             experiments, outs or none, federations or none, progress or none, strict=True
         ):
-            starts.append(begin(experiment, out=folder, federation=federation, progress=follow, resume=resume))
+            one = begin(
+                experiment, out=folder, federation=federation, progress=follow, resume=resume, transport=transport
+            )
+            starts.append(one)
         return _run(dict(enumerate(starts)), begins or (lambda numbers: None), transport)
     finally:
         for one in starts:

@@ -71,7 +71,7 @@ def _tests(run: Finished, on: str) -> Pair:
     if on != "clients":
         raise InputError("on", on, "'clients' or 'common'")
     if len(run.clients) == len(run.data.test.sizes):
-        return run.data.test.x[:], run.data.test.y
+        return run.data.test.all()
     pairs = [run.data.test.of(k) for k in run.clients]
     return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
 
