@@ -1,6 +1,6 @@
-"""What `test_cluster.py` starts under torchrun: every method given, on the ranks and in rank 0 alone; prints how far apart they are.
+"""What `test_cluster.py` starts under torchrun: methods on the ranks and in rank 0 alone; prints how far apart they are.
 
-    python -m torch.distributed.run --nproc-per-node 2 tests/system/ranks.py OUT METHOD…
+python -m torch.distributed.run --nproc-per-node 2 tests/system/ranks.py OUT METHOD…
 """
 
 from __future__ import annotations

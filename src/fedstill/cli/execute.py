@@ -20,6 +20,8 @@ from ..run.journal import Journal
 from ..run.legal import check_out
 from ..run.lock import FolderLock, check_free
 from ..run.result import Run
+from ..run.session import Transports
+from ..run.simulation import share_of
 from . import flags, folders, saved
 from .job import SWEEP, Job
 from .live import Watch, watch
@@ -49,7 +51,7 @@ class Results:
             self.folders.setdefault(label, []).append(folder)
 
 
-def execute(job: Job, resume: bool = False) -> None:
+def execute(job: Job, resume: bool = False, transport: Transports | None = None) -> None:
     """Run a job and report on it. Every experiment is checked before the first is run or anything is written.
 
     With `resume` the runs that its folder holds go on, and those that are finished are not run again.
@@ -57,10 +59,10 @@ def execute(job: Job, resume: bool = False) -> None:
     with contextlib.ExitStack() as stack:
         if resume and job.out is not None:
             stack.enter_context(FolderLock(job.out))
-        _execute(job, resume, stack)
+        _execute(job, resume, stack, transport)
 
 
-def _execute(job: Job, resume: bool, stack: contextlib.ExitStack) -> None:
+def _execute(job: Job, resume: bool, stack: contextlib.ExitStack, transport: Transports | None) -> None:
     """Run a job; what must be let go of at its end, such as the lock of its folder, goes onto the stack."""
     replaces_demo = job.command == folders.DEMO and job.out is not None and not resume and folders.is_demo(job.out)
     if job.out is not None and not replaces_demo and not resume:
@@ -82,8 +84,9 @@ def _execute(job: Job, resume: bool, stack: contextlib.ExitStack) -> None:
     say(f"{job.first.data}: {len(federation)} clients by {facts.partition}, {samples}; model {job.first.model}")
     for line in notes:
         say(line)
+    federation = share_of(federation, job.first, transport) or federation
     with stoppable(job.out if job.several else job.folder(next(iter(job.experiments)), 0)):
-        done = _run_all(job, federation, stacked, resume)
+        done = _run_all(job, federation, stacked, resume, transport)
     _report(job, done, dataclasses.replace(facts, hashes=tuple(done.hashes)))
 
 
@@ -108,7 +111,9 @@ def _check(job: Job, federation: Federation) -> tuple[list[str], list[str]]:
     return stacked, lines
 
 
-def _run_all(job: Job, federation: Federation, stacked: Sequence[str], resume: bool) -> Results:
+def _run_all(
+    job: Job, federation: Federation, stacked: Sequence[str], resume: bool, transport: Transports | None
+) -> Results:
     """Run every experiment with every seed; `federation` is the data of the first seed."""
     done = Results()
     federations = []
@@ -117,15 +122,16 @@ def _run_all(job: Job, federation: Federation, stacked: Sequence[str], resume: b
         for number in range(job.seeds):
             if number:
                 federation = prepare.federation_of(_seeded(job.first, number))
+                federation = share_of(federation, job.first, transport) or federation
             done.hashes.append(federation.hash)
             if stacked:
                 federations.append(federation)
             for label in job.experiments:
                 if label not in stacked and label not in done.failed:
-                    _run_one(job, label, number, federation, progress, done, resume)
+                    _run_one(job, label, number, federation, progress, done, resume, transport)
         for labels in [stacked] if job.command == SWEEP else [[label] for label in stacked]:
             if labels:
-                _run_stacked(job, labels, federations, progress, done, groups, resume)
+                _run_stacked(job, labels, federations, progress, done, groups, resume, transport)
     return done
 
 
@@ -135,7 +141,14 @@ def _seeded(experiment: Experiment, number: int) -> Experiment:
 
 
 def _run_one(
-    job: Job, label: str, number: int, federation: Federation, progress: Watch, done: Results, resume: bool
+    job: Job,
+    label: str,
+    number: int,
+    federation: Federation,
+    progress: Watch,
+    done: Results,
+    resume: bool,
+    transport: Transports | None,
 ) -> None:
     """Run an experiment with one seed. A failure is noted and leaves the others alone."""
     experiment, folder = _seeded(job.experiments[label], number), job.folder(label, number)
@@ -147,8 +160,10 @@ def _run_one(
     result: Run | TrainingError
     try:
         _check_failed(folder, resume)
-        start = simulation.begin(experiment, out=folder, progress=step, federation=federation, resume=resume)
-        result = simulation.finish(start)
+        start = simulation.begin(
+            experiment, out=folder, progress=step, federation=federation, resume=resume, transport=transport
+        )
+        result = simulation.finish(start, transport)
         progress.resumed(label, number, result.history[-1])
     except TrainingError as error:
         result = error
@@ -163,6 +178,7 @@ def _run_stacked(
     done: Results,
     groups: Groups,
     resume: bool,
+    transport: Transports | None,
 ) -> None:
     """Run all seeds of some experiments, whose clients are stacked, together where that is possible.
 
@@ -178,7 +194,7 @@ def _run_stacked(
     left = [name for name in runs if name not in outcomes]
     for names in groups.divide(left) if resume else [left]:
         members = [runs[name] for name in names]
-        outcomes |= zip(names, _run_group(job, members, federations, progress, groups, resume), strict=True)
+        outcomes |= zip(names, _run_group(job, members, federations, progress, groups, resume, transport), strict=True)
     for name, (label, number) in runs.items():
         outcome = outcomes[name]
         if not isinstance(outcome, TrainingError):
@@ -193,6 +209,7 @@ def _run_group(
     progress: Watch,
     groups: Groups,
     resume: bool,
+    transport: Transports | None,
 ) -> list[Run | TrainingError]:
     """Run several experiments, each with the number of its seed, together where that is possible."""
     side_by_side: list[int] = []  # the runs that are trained together now
@@ -220,6 +237,7 @@ def _run_group(
         federations=[federations[number] for _, number in runs],
         progress=[step_of(index) for index in range(len(runs))],
         begins=begin,
+        transport=transport,
         resume=resume,
     )
 

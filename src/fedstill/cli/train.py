@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from ..run import prepare, simulation
 from ..run.experiment import Experiment, check_format
 from ..run.journal import Journal
 from ..run.lock import FolderLock
-from . import flags, folders, job, saved
+from ..run.session import Transports
+from ..transport.cluster import BackendName
+from . import carrier, flags, folders, job, saved
 from .execute import execute, stoppable
 from .job import Job, plan
 from .live import watch
@@ -55,6 +58,7 @@ class Usage:
         flags.plain(parser, group, "out", help, "FOLDER", "a folder")
         help = "run the seeds seed … seed+N−1 and report mean ± std over them [at least 1; default 1]"
         flags.plain(parser, group, "seeds", help, "N", "a whole number at least 1")
+        carrier.add(parser)
         flags.add_methods(parser, {name: METHODS[name] for name in methods}, Experiment)
         flags.add(parser, Experiment)
         return parser
@@ -121,9 +125,16 @@ def run(argv: Sequence[str]) -> None:
         )
     if len(words) > 1:
         raise InputError("argument", words[1], "left out: 'fedstill compare' runs several methods")
-    base = _base(words[0])
+    on, base = carrier.take(flag_values), _base(words[0])
     with flags.named(flag_values):
-        execute(plan([base.method], base, flag_values, "run"))
+        _execute(plan([base.method], base, flag_values, "run"), *on)
+
+
+def _execute(job: Job, name: str, backend: BackendName) -> None:
+    """Run a job on a transport."""
+    with carrier.start(name, backend, job.first.device) as on:
+        if on.leads:
+            execute(job, transport=on.transport)
 
 
 def _base(name: str) -> Experiment:
@@ -142,8 +153,9 @@ def compare(argv: Sequence[str]) -> None:
     chosen = {name: get(name) for name in (words or DEFAULT_METHODS) if name != "all"}
     if "all" in words:
         chosen = METHODS
+    on = carrier.take(flag_values)
     with flags.named(flag_values):
-        execute(plan([cls() for cls in chosen.values()], Experiment(), flag_values, "compare"))
+        _execute(plan([cls() for cls in chosen.values()], Experiment(), flag_values, "compare"), *on)
 
 
 def sweep(argv: Sequence[str]) -> None:
@@ -158,9 +170,10 @@ def sweep(argv: Sequence[str]) -> None:
             Shown(" ".join(words) or "nothing"),
             "a method and a field: fedstill sweep pfedsd lam=0.1,0.5,1",
         )
+    on = carrier.take(flag_values)
     sweeping = plan_sweep(_base(words[0]), words[1], flag_values)
     with flags.named(dict.fromkeys(sweeping.explicit)):
-        execute(sweeping)
+        _execute(sweeping, *on)
 
 
 def demo(argv: Sequence[str]) -> None:
@@ -172,8 +185,9 @@ def demo(argv: Sequence[str]) -> None:
     if words:
         raise InputError("argument", words[0], "left out: 'fedstill compare METHOD…' runs other methods")
     flag_values.setdefault("out", DEMO.out)
+    on = carrier.take(flag_values)
     with flags.named(flag_values):
-        execute(plan([get(name)() for name in DEFAULT_METHODS], Experiment(), flag_values, folders.DEMO))
+        _execute(plan([get(name)() for name in DEFAULT_METHODS], Experiment(), flag_values, folders.DEMO), *on)
 
 
 RESUME = (
@@ -187,6 +201,7 @@ def resume(argv: Sequence[str]) -> None:
     examples = ("fedstill resume runs/fedprox", "fedstill resume runs/all", "fedstill resume runs/fedprox --rounds 100")
     parser = flags.Parser("resume", RESUME, "FOLDER", examples)
     flags.add(parser, Experiment, only=["rounds"])
+    carrier.add(parser)
     flag_values, words = parser.read(argv)
     if "help" in flag_values:
         parser.print_help()
@@ -196,12 +211,19 @@ def resume(argv: Sequence[str]) -> None:
     folder = Path(words[0])
     with flags.named(flag_values):
         rounds = flags.take(Experiment, flag_values).get("rounds")
-        if saved.is_job(folder):
-            execute(_with_rounds(saved.read_job(folder), rounds), resume=True)
-            return
-        job = next((parent for parent in list(folder.absolute().parents)[:2] if saved.is_job(parent)), None)
-        with contextlib.nullcontext() if job is None else FolderLock(job):
-            _resume_run(folder, rounds)
+        with carrier.start(*carrier.take(flag_values)) as on:
+            if on.leads:
+                _resume(folder, rounds, on.transport)
+
+
+def _resume(folder: Path, rounds: int | None, transport: Transports | None) -> None:
+    """Go on with what a folder holds."""
+    if saved.is_job(folder):
+        execute(_with_rounds(saved.read_job(folder), rounds), resume=True, transport=transport)
+        return
+    job = next((parent for parent in list(folder.absolute().parents)[:2] if saved.is_job(parent)), None)
+    with contextlib.nullcontext() if job is None else FolderLock(job):
+        _resume_run(folder, rounds, transport)
 
 
 def _with_rounds(job: Job, rounds: int | None) -> Job:
@@ -219,7 +241,7 @@ def _with_rounds(job: Job, rounds: int | None) -> Job:
     return dataclasses.replace(job, experiments=changed)
 
 
-def _resume_run(folder: Path, rounds: int | None) -> None:
+def _resume_run(folder: Path, rounds: int | None, transport: Transports | None) -> None:
     """Go on with a single run."""
     if not (folder / folders.RUN).is_file():
         right = f"a folder that --out made, which holds {folders.RUN} or {saved.JOB}"
@@ -235,7 +257,8 @@ def _resume_run(folder: Path, rounds: int | None) -> None:
             f"{folder} was trained together with others: alone its last bits differ; 'fedstill resume {beside}' keeps them"
         )
     with watch([label], experiment.rounds) as shown, stoppable(folder):
-        run = simulation.resume(folder, rounds=rounds, progress=lambda record: shown.step(label, 0, record))
+        step = partial(shown.step, label, 0)
+        run = simulation.resume(folder, rounds=rounds, progress=step, transport=transport)
         shown.resumed(label, 0, run.history[-1])
     facts = Facts.of(experiment, prepare.federation_of(experiment))
     folders.save(folder, {label: experiment}, {label: [(folder, run)]}, facts, command="resume")

@@ -19,7 +19,7 @@ from ..edge.edge import Edge
 from ..transport import cluster
 from ..transport.cluster import BackendName, Group, Ranks
 from .experiment import Experiment
-from .prepare import PYTHON, Simulation, from_experiment, pick_device
+from .prepare import PYTHON, Simulation, federation_of, from_experiment, pick_device
 from .session import edge_of
 
 USAGE = "fs.run or fs.resume with an experiment whose data and model have names: other ranks make them for themselves"
@@ -57,7 +57,12 @@ class Cluster:
 
 @contextmanager
 def joined(backend: BackendName = "auto", device: str = "auto") -> Iterator[Cluster | None]:
-    """Join the processes that torchrun has started: yield the cluster on rank 0, and None on the others once all is over."""
+    """Join the processes that torchrun has started: yield the cluster on rank 0, and None on the others once all is over.
+
+    with joined() as transport:
+        if transport is not None:
+            run = fs.run(experiment, transport=transport)
+    """
     group = Group(backend, pick_device(device))
     if group.rank:
         cluster.serve(group, lambda about: _clients(group, about))
@@ -76,5 +81,6 @@ def _clients(group: Group, about: Mapping[str, Any]) -> tuple[Edge, torch.device
     sims = []
     for text in about["experiments"]:
         experiment = dataclasses.replace(Experiment.from_values(tomllib.loads(text)), engine=about["engine"])
-        sims.append(from_experiment(experiment, share=group.share)[0])
+        federation = federation_of(experiment)
+        sims.append(from_experiment(experiment, federation.only(group.share(len(federation))))[0])
     return edge_of(sims).edge, sims[0].device

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -32,7 +31,6 @@ from ..timing import clock
 from . import legal
 from .experiment import Experiment, Training
 
-Share: TypeAlias = Callable[[int], Collection[int]]
 PYTHON = "(python)"  # in experiment.toml: given as an object, so that only the same call of simulate() can continue
 
 
@@ -86,21 +84,13 @@ def _with_external(federation: Federation, experiment: Experiment) -> Federation
     return with_external(federation, experiment.external, experiment.data, experiment.data_root or None)
 
 
-def from_experiment(
-    experiment: Experiment, federation: Federation | None = None, share: Share | None = None
-) -> tuple[Simulation, Federation]:
-    """Everything ready to train; every refusal comes from here, before a folder is made.
-
-    `share` says which of the clients this process holds, given their number; None: all.
-    """
+def from_experiment(experiment: Experiment, federation: Federation | None = None) -> tuple[Simulation, Federation]:
+    """Everything ready to train; every refusal comes from here, before a folder is made."""
     pick_device(experiment.device)
     if PYTHON in (experiment.data, experiment.model) and federation is None:
         right = "a data set: this run was made in Python; the same call of simulate() with resume=True goes on with it"
         raise InputError("data", experiment.data, right)
     federation = _with_external(federation or federation_of(experiment), experiment)
-    if share is not None and federation.whole is None:
-        everybodys = experiment.new or experiment.averaged  # scores on the union of all tests
-        federation = federation.only(share(len(federation)), tests=everybodys)
     model = models.build(experiment.model, federation.shape, federation.classes, experiment.seed)
     sim = prepare(experiment.method, model, federation, experiment.head or None, experiment.training())
     return dataclasses.replace(sim, experiment=experiment), federation

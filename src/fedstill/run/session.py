@@ -43,6 +43,7 @@ from .journal import Journal
 from .prepare import Simulation
 from .result import Run
 
+
 @runtime_checkable
 class Elsewhere(Protocol):
     """Makes the transport of runs whose clients are divided among processes."""
@@ -149,7 +150,9 @@ def start(starts: Sequence[Start], transport: Transports | None = None) -> Sessi
         _resume(start, coordinator, driver, at)
     if len({coordinator.state.round for coordinator in coordinators}) > 1:
         raise CannotStack("the runs are not at the same round")
-    return Session(starts, coordinators, driver, parts.trainer, [coordinator.state.round for coordinator in coordinators])
+    return Session(
+        starts, coordinators, driver, parts.trainer, [coordinator.state.round for coordinator in coordinators]
+    )
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from .callbacks import Progress
 from .experiment import Experiment, Training, check_format, to_toml
 from .journal import Journal
 from .lock import check_free
-from .prepare import PYTHON, Share, from_experiment, prepare
+from .prepare import PYTHON, federation_of, from_experiment, prepare
 from .result import Run
 from .session import Elsewhere, Start, Transports, start
 
@@ -102,7 +102,8 @@ def begin(
         )
     if journal:
         check_free(journal.folder)
-    simulation, federation = from_experiment(experiment, federation, share_of(transport))
+    federation = share_of(federation, experiment, transport)
+    simulation, federation = from_experiment(experiment, federation)
     if journal:
         record, threads = partition_record(federation, experiment.profile), simulation.trainer.training_threads
         with journal.entered():
@@ -152,7 +153,8 @@ def continued(
         held = Experiment.from_toml(journal.folder / "experiment.toml")
         wanted = held if rounds is None else dataclasses.replace(held, rounds=rounds)
         whole = wanted if experiment is None else experiment
-        simulation, federation = from_experiment(whole, federation, share_of(transport))
+        federation = share_of(federation, whole, transport)
+        simulation, federation = from_experiment(whole, federation)
         if experiment is not None:
             wanted = complete(experiment, federation)
             check_same(held, wanted, journal.folder)
@@ -178,9 +180,13 @@ def partition_record(federation: Federation, profile: str) -> dict[str, Any]:
     return {**federation.partition_record, "contents": federation.checksum(), **clock.record(profile)}
 
 
-def share_of(transport: Transports | None) -> Share | None:
-    """Return what says which clients this process holds; None: all."""
-    return transport.share if isinstance(transport, Elsewhere) else None
+def share_of(federation: Federation | None, experiment: Experiment, transport: Transports | None) -> Federation | None:
+    """Return what this process holds of a federation: all, or the share that a transport to other processes leaves it."""
+    if not isinstance(transport, Elsewhere) or (federation is not None and federation.whole is not None):
+        return federation
+    federation = federation or federation_of(experiment)
+    everybodys = experiment.new or experiment.averaged  # scores on the union of all tests
+    return federation.only(transport.share(len(federation)), tests=everybodys)
 
 
 def finish(one: Start, transport: Transports | None = None) -> Run:

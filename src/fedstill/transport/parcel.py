@@ -109,7 +109,8 @@ def part(row: Tensor, layout: Sequence[Sequence[Any]], device: torch.device) -> 
 
 
 def _nbytes(dtype: str, shape: Sequence[int]) -> int:
-    return int(torch.Size(shape).numel()) * getattr(torch, dtype).itemsize
+    itemsize: int = getattr(torch, dtype).itemsize
+    return torch.Size(shape).numel() * itemsize
 
 
 def _room(length: int) -> int:
