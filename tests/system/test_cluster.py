@@ -1,0 +1,138 @@
+"""Clients divided among the processes of torchrun: every number and model is as in one process, to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedstill as fs
+from fedstill import models
+from fedstill.run.prepare import federation_of, prepare
+from fedstill.transport import parcel
+from fedstill.transport.messages import Order, Reply
+
+HERE = Path(__file__).parent
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(fs.__file__).parents[1])}
+
+
+def torchrun(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    return subprocess.run([*launch, *words], capture_output=True, text=True, timeout=240, env=ENV)
+
+
+def compared(ranks: int, out: Path, methods: Sequence[str]) -> dict[str, dict]:
+    done = torchrun(ranks, str(HERE / "ranks.py"), str(out), *methods)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {row.pop("method"): row for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "methods"), [(2, tuple(fs.METHODS)), (1, ("pfedsd",)), (4, ("pfedsd", "scaffold", "fedrep", "spectral"))]
+)
+def test_ranks_give_the_numbers_of_one_process(ranks: int, methods: tuple[str, ...], tmp_path: Path) -> None:
+    """History, further scores, checkpoint, generic and every personal model."""
+    rows = compared(ranks, tmp_path, methods)
+    assert list(rows) == list(methods)
+    right = {"history": True, "scores": True, "checkpoint": True, "generic": 0.0, "personal": 0.0, "flops": True}
+    assert {method: row for method, row in rows.items() if row != right} == {}
+
+
+COMMAND = (
+    "compare", "fedavg", "scaffold", "--seeds", "2", "--clients", "6", "--epochs", "1", "--dtype", "float64",
+    "--checkpoint-every", "1", "--engine", "stacked",
+)  # fmt: skip
+
+
+def weights(folder: Path, rounds: int) -> dict[str, bytes]:
+    files = folder.rglob(f"round-{rounds:06d}.safetensors")
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+def test_a_comparison_is_resumed_on_other_ranks(tmp_path: Path) -> None:
+    """Seeds side by side on two ranks, then on three; the checkpoints are those of a comparison in one process."""
+    one, spread = tmp_path / "one", tmp_path / "spread"
+    subprocess.run(
+        [sys.executable, "-m", "fedstill", *COMMAND, "--rounds", "4", "--out", str(one)],
+        check=True, capture_output=True, env=ENV,
+    )  # fmt: skip
+    words = ("--rounds", "2", "--transport", "cluster", "--out", str(spread))
+    done = torchrun(2, "-m", "fedstill", *COMMAND, *words)
+    assert done.returncode == 0, done.stderr[-2000:]
+    done = torchrun(3, "-m", "fedstill", "resume", str(spread), "--rounds", "4", "--transport", "cluster")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(weights(one, 4)) == 4
+    assert weights(one, 4) == weights(spread, 4)
+
+
+def test_more_ranks_than_clients_are_refused() -> None:
+    done = torchrun(3, "-m", "fedstill", "run", "fedavg", "--clients", "2", "--transport", "cluster")
+    assert "clients = 2: should be at least 3, the number of ranks: each holds at least one" in done.stderr
+
+
+def test_without_torchrun_it_is_refused_in_one_line() -> None:
+    command = [sys.executable, "-m", "fedstill", "run", "fedavg", "--transport", "cluster"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENV)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "fedstill: transport = 'cluster': should be used under torchrun (RANK is not set): "
+        "torchrun --nproc-per-node 2 -m fedstill run …\n"
+    )
+    command[-1:] = ["local", "--backend", "gloo"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENV)
+    assert done.stderr == "fedstill: --backend = 'gloo': should be left out without --transport cluster\n"
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+def test_what_all_are_sent_lies_once_in_a_parcel() -> None:
+    w, own = torch.randn(3, 4, dtype=torch.float64), [torch.arange(k + 1) for k in range(3)]
+    box = parcel.Parcel()
+    for k in range(3):
+        box.add(Order("train", 1, k, {"params": {"w": w, "t": w.T}, "own": own[k], "empty": torch.zeros(0)}))
+    assert sum(t.data_ptr() == w.data_ptr() and t.shape == w.shape for t in box.tensors) == 1
+    cpu = torch.device("cpu")
+    layout, row = parcel.layout(box.tensors), parcel.join(box.tensors, cpu)
+    assert row.numel() == parcel.size(layout)
+    header = parcel.decode(parcel.encode({"messages": box.messages, "layout": layout}))
+    orders = parcel.unpack(header["messages"], dict(enumerate(parcel.part(row, header["layout"], cpu))), Order)
+    for k, order in enumerate(orders):
+        assert (order.client, order.generic, order.kind) == (k, None, "train")
+        assert torch.equal(order.down["params"]["w"], w)
+        assert torch.equal(order.down["params"]["t"], w.T)
+        assert torch.equal(order.down["own"], own[k])
+
+
+def test_every_dtype_travels() -> None:
+    kinds = (torch.bool, torch.uint8, torch.int32, torch.float16, torch.bfloat16, torch.float32, torch.complex128)
+    up = {str(kind): torch.tensor([0, 1, 1]).to(kind) for kind in kinds}
+    box = parcel.Parcel()
+    box.add(Reply("train", 1, 0, {**up, "scalar": torch.tensor(2.5)}, {"loss": 1.5}))
+    cpu = torch.device("cpu")
+    tensors = parcel.part(parcel.join(box.tensors, cpu), parcel.layout(box.tensors), cpu)
+    (reply,) = parcel.unpack(box.messages, dict(enumerate(tensors)), Reply)
+    assert reply.report == {"loss": 1.5}
+    assert all(torch.equal(reply.up[name], value) and reply.up[name].dtype == value.dtype for name, value in up.items())
+    assert float(reply.up["scalar"]) == 2.5
+
+
+def test_a_share_holds_its_clients_only() -> None:
+    one = fs.Experiment(method=fs.FedAvg(), clients=5)
+    whole = federation_of(one)
+    share = whole.only({1, 3})
+    assert [len(c.y_train) > 0 for c in share.clients] == [False, True, False, True, False]
+    assert share.sizes("train") == tuple(len(c.y_train) for c in whole.clients)
+    assert share.checksum() == whole.checksum()
+    data = prepare(one.method, models.build("mlp", whole.shape, whole.classes, 0), share, None, one.training()).data
+    x, y = data.train.of(3)
+    assert len(x) == len(y) == len(whole.clients[3].y_train)
+    with pytest.raises(fs.InputError, match="client = 2: should be one whose samples this process holds"):
+        data.train.of(2)
+    with pytest.raises(fs.InputError, match="client = 0"):
+        data.test.all()
