@@ -113,7 +113,7 @@ def test_commands_parse(shown: str, words: list[str], tmp_path, monkeypatch, cap
         check_experiment(experiment)
         raise Checked
 
-    def execute(job) -> None:
+    def execute(job, transport=None) -> None:
         for experiment in job.experiments.values():
             check_experiment(experiment)
         raise Checked
