@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,13 +13,19 @@ import torch
 from scipy.optimize import minimize
 
 import fedstill as fs
-from fedstill.core import tree
+from fedstill.core import plan, tree
+from fedstill.core.plan import JointPlan, Plan
 from fedstill.core.protection import Robustness
 from fedstill.core.tree import Tree
+from fedstill.engine.bench import Work
+from fedstill.run.experiment import Training
+from fedstill.run.prepare import prepare
 from fedstill.server import robust
 from fedstill.server.average import rule_of
+from fedstill.server.trust import root_of
+from fedstill.transport.messages import Reply
 
-from ..problems import identical, run
+from ..problems import SETTINGS, Tampered, cut_and_resumed, identical, make, ragged, run, states
 
 CLOSE = 1e-6
 
@@ -130,11 +138,11 @@ def test_krum_equals_a_search_of_all_neighbours(n: int, seed: int, ties: bool) -
 
 
 @pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize(("n", "seed"), [(1, 5), (2, 6), (3, 7), *NUMBERS])
-def test_the_geometric_median_equals_a_search_by_gradients(n: int, seed: int, ragged: bool, ties: bool) -> None:
+def test_the_geometric_median_equals_a_search_by_gradients(n: int, seed: int, uneven: bool, ties: bool) -> None:
     trees = tied(uploads(n, seed)) if ties else uploads(n, seed)
-    weights = [float(1 + (k % 4) * ragged) for k in range(n)]
+    weights = [float(1 + (k % 4) * uneven) for k in range(n)]
     z, x, p = vector(robust.geometric_median(trees, weights)), matrix(trees), np.array(weights) / sum(weights)
     expected = middle_by_scipy(x, p)
     price = [float((p * np.linalg.norm(x - at, axis=1)).sum()) for at in (z, expected)]
@@ -172,6 +180,27 @@ def test_norm_clip_of_short_changes_is_the_mean_to_the_bit() -> None:
     assert identical({"": tree.flatten(clipped)}, {"": tree.flatten(tree.mean(trees, weights))})
 
 
+@pytest.mark.parametrize(("n", "seed"), NUMBERS)
+def test_fltrust_equals_the_formula(n: int, seed: int) -> None:
+    """In its original form, with unit vectors: w + ‖g‖·Σ t_i·e_i / Σ t_i."""
+    trees, (around, trained) = uploads(n, seed, 4.0), uploads(2, 99)
+    around, trained = ({**one, "deep": {**one["deep"], "more": torch.ones(2)}} for one in (around, trained))
+    x, w, g = matrix(trees), vector(around), vector(trained) - vector(around)
+    e = [(row - w) / math.sqrt(sum((row - w) ** 2)) for row in x]
+    t = [max(0.0, float(sum(a * b for a, b in zip(row, g, strict=True))) / math.sqrt(sum(g**2))) for row in e]
+    assert sum(value > 0 for value in t) > 0
+    expected = w + math.sqrt(sum(g**2)) * sum(a * row for a, row in zip(t, e, strict=True)) / sum(t)
+    got = robust.fltrust(trees, [1.0] * n, around, trained=trained)
+    assert np.abs(vector(got) - expected).max() <= CLOSE
+    assert "more" not in got["deep"]
+
+
+def test_fltrust_keeps_the_model_where_nobody_is_trusted() -> None:
+    around, trained = uploads(2, 99)
+    away = [tree.sub(around, tree.sub(trained, around)), around]  # the other way, and no change at all
+    assert np.array_equal(vector(robust.fltrust(away, [1.0, 1.0], around, trained=trained)), vector(around))
+
+
 # ---- breakdown, by algebra ---------------------------------------------------------------------------------------------
 FAR = 1e12
 
@@ -203,7 +232,7 @@ def test_forged_uploads_cannot_carry_a_rule_out_of_the_honest_range(n: int) -> N
 def test_a_rule_with_too_few_uploads_lowers_f() -> None:
     for n in (1, 2, 3, 4):
         trees = uploads(n)
-        for name in robust.RULES:
+        for name in robust.RULES.keys() - {"fltrust"}:
             options = {"suspected": 3} if name in ("trimmed-mean", "krum", "multi-krum") else {}
             z = vector(robust.RULES[name](trees, [1.0] * n, trees[0], **options))
             assert (z >= matrix(trees).min(0) - 1e-12).all()
@@ -213,7 +242,7 @@ def test_a_rule_with_too_few_uploads_lowers_f() -> None:
 # ---- settings ----------------------------------------------------------------------------------------------------------
 def test_a_setting_names_the_rule() -> None:
     trees, around = uploads(7), uploads(1, 99)[0]
-    for name in robust.RULES:
+    for name in robust.RULES.keys() - {"fltrust"}:
         rule = rule_of(Robustness(average=name, **({"clip_to": 0.5} if name == "norm-clip" else {})))
         assert tree.finite(rule(trees, [1.0] * 7, around))
     three = rule_of(Robustness(average="trimmed-mean", suspected=3))(trees, [1.0] * 7)
@@ -237,6 +266,10 @@ def test_a_run_merges_by_the_rule(engine: str) -> None:
         (fs.FedAvg(), {"average": "trimmed-mean", "suspected": 2}, "below half of the 3 uploads"),
         (fs.FedAvg(), {"average": "median", "participation": 0.3}, "'mean' or 'norm-clip'"),
         (fs.FedAvg(), {"average": "median", "mode": "fedasync", "profile": "uniform"}, "1 upload"),
+        (fs.SCAFFOLD(), {"average": "fltrust", "root_samples": 20}, "gives no change of what it averages"),
+        (fs.FedDyn(), {"average": "fltrust", "root_samples": 20}, "gives no change of what it averages"),
+        (fs.CD2PFed(), {"average": "fltrust", "root_samples": 20}, "gives no change of what it averages"),
+        (fs.FedAvg(), {"average": "fltrust", "root_samples": 37}, "at most 36, which all clients have for training"),
         (fs.FedAvg(), {"suspected": 0.5}, "a share below 0.5"),
         (fs.FedAvg(), {"average": "best"}, "one of: mean, median"),
     ],
@@ -250,3 +283,56 @@ def test_what_makes_no_sense_is_refused(method: fs.Method, changes: dict, words:
 def test_every_method_that_averages_takes_a_rule(name: str) -> None:
     end = run(fs.METHODS[name](), rounds=1, epochs=1, participation=1.0, average="geometric-median")
     assert tree.finite(end.server)
+
+
+# ---- FLTrust's own training ----------------------------------------------------------------------------------------------
+def test_the_servers_samples_come_from_the_common_test_set_which_is_scored_without_them() -> None:
+    g = torch.Generator().manual_seed(1)
+    common = (torch.randn(40, 4, generator=g).double(), torch.arange(40) % 3)
+    data = dataclasses.replace(ragged(), test=common)
+    (x, y), left = root_of(data, 10, 4)
+    assert left.test is not None
+    whole = sorted(map(tuple, torch.cat([x, left.test[0]]).tolist()))
+    assert whole == sorted(map(tuple, common[0].tolist()))
+    assert (len(y), len(left.test[1])) == (10, 30)
+    assert all(int(y[i]) == int(common[1][(common[0] == x[i]).all(1)]) for i in range(10))
+    assert not torch.equal(root_of(data, 10, 5)[0][0], x)
+    (x, y), same = root_of(ragged(), 10, 4)
+    assert same.test is None
+    union = torch.cat([client.x_train for client in ragged().clients])
+    assert all(bool((union == row).all(1).any()) for row in x)
+    with pytest.raises(fs.InputError, match="at most 39, which the common test set leaves"):
+        root_of(data, 40, 4)
+
+
+@pytest.mark.parametrize("engine", ["one", "stacked"])
+def test_a_run_trusts_what_points_where_the_servers_training_does(engine: str) -> None:
+    """One round, recomputed from the uploads and from a federation whose only client has the server's samples."""
+    seen: list[Tree] = []
+
+    def noted(sent: Reply) -> Reply:
+        if sent.kind == "train":
+            seen.append(tree.clone(sent.up["params"]))
+        return sent
+
+    given = {**SETTINGS, "rounds": 1, "participation": 1.0, "engine": engine, "average": "fltrust", "root_samples": 20}
+    end = fs.simulate(fs.FedAvg(), model=make("normed"), data=ragged(), transport=Tampered(noted), **given)
+    (x, y), _ = root_of(ragged(), 20, SETTINGS["seed"])
+    own = fs.Federation.from_arrays([(x, y, x, y)], classes=3)
+    seed = plan.key(SETTINGS["seed"], plan.ROOT, 1)
+    ready = prepare(fs.FedAvg(), make("normed"), own, None, Training(**{**SETTINGS, "rounds": 1, "participation": 1.0}))
+    bench = dataclasses.replace(ready.trainer.bench, plan=JointPlan((Plan(seed, SETTINGS["batch_size"]),), 1))
+    (done,) = ready.trainer.over(bench).train(1, [Work(0, {"params": tree.clone(ready.initial)})])
+    expected = robust.fltrust(seen, [1.0] * len(seen), ready.initial, trained=done.up["params"])
+    assert len(seen) == 5
+    for name, value in end.generic().items():
+        assert float((value.double() - expected[name].double()).abs().max()) <= 1e-9, name
+
+
+def test_fltrust_resumes_to_the_bit(tmp_path: Path) -> None:
+    experiment = fs.Experiment(
+        method=fs.PFedSD(), clients=6, partition="dirichlet:100", rounds=4, epochs=1, attack="sign-flip", attackers=2,
+        average="fltrust", checkpoint_every=1, device="cpu",
+    )  # fmt: skip
+    whole, resumed = cut_and_resumed(experiment, tmp_path, after=3)
+    assert identical(states(whole), states(resumed))

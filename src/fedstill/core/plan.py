@@ -23,6 +23,7 @@ COHORT, BATCHES, STEP, METHOD = 1, 2, 3, 4  # purposes of draws: separate stream
 DEVICE, PRESENT, DROP, MONITOR = 5, 6, 7, 8  # purposes in simulated time
 NOISE = 9  # of differential privacy
 ATTACK = 11  # who attacks, which samples are poisoned, and forged noise
+ROOT = 12  # the samples that the server owns, and its training with them
 DRAWS = 1 << 16  # a method's own draws from a step's key are numbered from here on, after every layer's dropout
 
 

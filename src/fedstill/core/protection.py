@@ -42,7 +42,7 @@ class Robustness(Group):
     """What the server makes of uploads of which some may be forged; and, for research, simulated attackers."""
 
     average: Literal[
-        "mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "norm-clip"
+        "mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "norm-clip", "fltrust"
     ] = setting(
         "mean", "what stands for the clients' mean: it, or a rule that tolerates forged uploads", group="robustness"
     )  # fmt: skip
@@ -54,6 +54,10 @@ class Robustness(Group):
         0.0, "norm-clip: the longest change of an upload; 0: the median of the round's", least=0, group="robustness"
     )
 
+    root_samples: int = setting(
+        100, "fltrust: samples that the server owns, from the common test set, else drawn from the clients' training data",
+        least=1, group="robustness",
+    )  # fmt: skip
     attack: Literal["none", "sign-flip", "gaussian", "alie", "inner-product", "label-flip", "backdoor"] = setting(
         "none", "simulated attackers: forged uploads (the first four) or poisoned training data", group="robustness"
     )
@@ -82,6 +86,8 @@ class Robustness(Group):
             unused["suspected"] = "without `average` trimmed-mean, krum or multi-krum"
         if self.average != "norm-clip":
             unused["clip_to"] = "without `average` norm-clip"
+        if self.average != "fltrust":
+            unused["root_samples"] = "without `average` fltrust"
         if self.attack == "none":
             unused |= dict.fromkeys(("attackers", "attack_strength"), "without `attack`")
         if self.attack != "backdoor":

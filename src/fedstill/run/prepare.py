@@ -27,6 +27,7 @@ from ..scores.external import with_external
 from ..server.attack import Attack
 from ..server.average import rule_of
 from ..server.sampler import count
+from ..server.trust import Trust, root_of
 from ..timing import clock
 from . import legal
 from .experiment import Experiment, Training
@@ -49,6 +50,7 @@ class Simulation:
     external: tuple[torch.Tensor, torch.Tensor] | None = None
     devices: clock.Devices | None = None  # of simulated time
     attack: Attack | None = None
+    trust: Trust | None = None
     experiment: Experiment | None = None  # where the run is a whole experiment, which another process can prepare
 
     @property
@@ -126,10 +128,11 @@ def prepare(
     split = by_head(model, head)
     joining = scores.newcomers(Plan(training.seed, training.batch_size), len(federation), training.newcomers)
     attack = Attack.of(training, training.seed, [k for k in range(len(federation)) if k not in joining])
+    root, seed = None, training.seed
+    if training.average == "fltrust":
+        root, federation = root_of(federation, training.root_samples, seed)
     if attack is not None and training.attack in POISONS:
-        federation = poisoned(
-            federation, attack.kind, attack.clients, attack.strength, training.seed, training.backdoor_target
-        )
+        federation = poisoned(federation, attack.kind, attack.clients, attack.strength, seed, training.backdoor_target)
     manager = DataManager(federation, device, dtype)
     net.probe(manager.train.x[:2], federation.classes)
     task = Task(
@@ -146,6 +149,7 @@ def prepare(
         average=average or rule_of(training),
     )
     legal.check(method, task, training)
+    trust = None if root is None else Trust.of(task, root, seed, training.batch_size)
     plan = Plan(training.seed, training.batch_size)
     bench = Bench(method, task, JointPlan((plan,), len(federation)), join([manager]))
     together = count(task.clients, training.participation)
@@ -160,18 +164,8 @@ def prepare(
     )  # fmt: skip
     samples = scores.Samples.of(federation)
     return Simulation(
-        method,
-        training,
-        trainer,
-        manager,
-        net.initial(),
-        device,
-        samples,
-        joining,
-        federation.external,
-        devices,
-        attack,
-    )
+        method, training, trainer, manager, net.initial(), device, samples, joining, federation.external, devices, attack, trust
+    )  # fmt: skip
 
 
 def pick_device(name: str) -> torch.device:

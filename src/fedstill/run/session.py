@@ -203,7 +203,7 @@ def _coordinator(
         sampler=SAMPLERS[training.sampler],
         gate=Gate.of(training, sim.method, sim.data.train.sizes),
         aggregator=Aggregator(0 if training.privacy == "central" else training.minimum, rule),
-        average=privacy.noisy_mean(sim.method, sim.task, training, per_round),
+        average=sim.trust or privacy.noisy_mean(sim.method, sim.task, training, per_round),
         spend=privacy.ledger(training),
         common=None if sim.data.common is None else functools.partial(sim.common_accuracy, trainer),
         away=frozenset(sim.newcomers),

@@ -5,7 +5,7 @@ Its upload is then forged before the gate sees it. u is what it trained, w what 
 method whose uploads are models the downloaded one, for one whose uploads are changes 0), s the strength:
 
     sign-flip      w − s·(u − w)                       s = 5     Li et al., "RSA", AAAI 2019
-    gaussian       w + s·z,  z ~ N(0, 1)               s = 1     Blanchard et al., NeurIPS 2017
+    gaussian       w + s·z,  z ~ N(0, 1)               s = 10    Blanchard et al., NeurIPS 2017
     alie           μ − s·σ                             s = z_max Baruch et al., "A Little Is Enough", NeurIPS 2019
     inner-product  w − s·(μ − w)                       s = 5     Xie, Koyejo and Gupta, "Fall of Empires", UAI 2019
 
@@ -35,7 +35,7 @@ from ..core.protection import POISONS, Robustness
 from ..core.tree import Params, Tree
 from ..transport.messages import Reply
 
-STRENGTH = {"sign-flip": 5.0, "gaussian": 1.0, "inner-product": 5.0, "label-flip": 1.0, "backdoor": 0.5}
+STRENGTH = {"sign-flip": 5.0, "gaussian": 10.0, "inner-product": 5.0, "label-flip": 1.0, "backdoor": 0.5}
 OMNISCIENT = ("alie", "inner-product")
 
 

@@ -26,7 +26,7 @@ mean = tree.mean
 
 
 def rule_of(settings: Robustness) -> Average:
-    """Return the rule that a run asks for."""
+    """Return the rule that a run asks for; that of fltrust still needs what `trust.Trust` gives each round."""
     rule = robust.RULES[settings.average]
     if settings.average in ("trimmed-mean", "krum", "multi-krum"):
         return functools.partial(rule, suspected=settings.suspected)
@@ -43,8 +43,14 @@ def check(method: Method, task: Task, settings: Robustness, uploads: int) -> Non
             f"'mean' for {method.id}: its server makes a mean for each client, with weights that a rule would not keep"
         )
         raise InputError("average", rule, right)
-    if not _asks_for_a_mean(method, task):
+    asked = _asked(method, task)
+    if not asked:
         raise InputError("average", rule, f"'mean' for {method.id}: its server averages nothing")
+    if rule == "fltrust":
+        if not all(asked):
+            right = f"another rule for {method.id}: the server's own training gives no change of what it averages"
+            raise InputError("average", rule, right)
+        return
     if uploads < 3 and rule != "norm-clip":
         raise InputError("average", rule, f"'mean' or 'norm-clip' where {uploads} upload(s) are merged at a time")
     f = robust.forged(settings.suspected, uploads)
@@ -59,16 +65,24 @@ def check(method: Method, task: Task, settings: Robustness, uploads: int) -> Non
         raise InputError("suspected", settings.suspected, right)
 
 
-def _asks_for_a_mean(method: Method, task: Task) -> bool:
-    """Return whether the method's merge averages, by merging an upload of a client that has not trained."""
-    asked: list[int] = []
+def _asked(method: Method, task: Task) -> list[bool]:
+    """Return for each mean that the method's merge asks for whether it is one of models' entries, around the server's.
 
-    def counted(trees: Sequence[Tree], weights: Sequence[float], around: Tree | None = None) -> Tree:
-        asked.append(len(trees))
+    Found by merging an upload of a client that has not trained, in the first round and in the last.
+    """
+    asked: list[bool] = []
+    initial = task.net.initial()
+
+    def noted(trees: Sequence[Tree], weights: Sequence[float], around: Tree | None = None) -> Tree:
+        shapes = {name: leaf.shape for name, leaf in tree.leaves(trees[0])}
+        fits = all(name in initial and initial[name].shape == shape for name, shape in shapes.items())
+        asked.append(around is not None and fits)
         return tree.mean(trees, weights, around)
 
-    task = dataclasses.replace(task, round=1, average=counted)
-    server = method.init_server(task, task.net.initial())
-    down = method.send(task, server, 0)
-    method.merge(task, server, [Upload(example_upload(method, task, down), 1.0, 0, down)])
-    return bool(asked)
+    for number in (1, task.rounds):
+        at = dataclasses.replace(task, round=number)
+        server = method.init_server(at, initial)
+        down = method.send(at, server, 0)
+        upload = Upload(example_upload(method, at, down), 1.0, 0, down)
+        method.merge(dataclasses.replace(at, average=noted), server, [upload])
+    return asked

@@ -10,7 +10,7 @@ Of n uploads x_i with weights p_i, f are suspected to be forged; w is what the c
     norm-clip         w + Σ p_i·min(1, C/‖x_i − w‖)·(x_i − w)
     fltrust           w + Σ t_i·(‖g‖/‖x_i − w‖)·(x_i − w) / Σ t_i  with  t_i = max(0, cos(x_i − w, g))
 
-g is what the server's own training, on data that it owns, makes of w.
+g is the change that the server's own training, on samples that it owns, makes of w (`trust.py`).
 
 Choices: (1) Median, trimmed mean, Krum and multi-Krum count every upload alike, as their papers do: an attacker may have many
 samples. Geometric median and norm-clip keep the method's weights. (2) Distances, norms and angles are taken over all floating
@@ -189,7 +189,7 @@ def norm(change: Tree) -> Tensor:
     return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
 
 
-def fltrust(trees: Sequence[Tree], weights: Sequence[float], around: Tree, trained: Tree) -> Tree:
+def fltrust(trees: Sequence[Tree], weights: Sequence[float], around: Tree, *, trained: Tree) -> Tree:
     """Return w moved by the changes that point where the server's own training does, each as long as the server's.
 
     `trained` is what the server's training makes of `around`; weights do not count. Cao et al., "FLTrust: Byzantine-robust
@@ -227,4 +227,5 @@ RULES: dict[str, Callable[..., Tree]] = {
     "multi-krum": multi_krum,
     "geometric-median": geometric_median,
     "norm-clip": norm_clip,
+    "fltrust": fltrust,
 }
