@@ -94,7 +94,7 @@ def test_what_failed_is_not_tried_again_and_the_others_go_on(capsys) -> None:
     reason = capsys.readouterr().err
     killed([*words, *TINY], "cut", 9)
     assert main(["resume", "cut"]) == 1
-    assert capsys.readouterr().err == reason
+    assert capsys.readouterr().err.endswith(reason)  # a line before it may say what the kill cut short
     assert contents("cut") == contents("whole")
 
 

@@ -206,7 +206,7 @@ def test_a_run_of_an_earlier_version_is_refused_with_its_version(capsys) -> None
     assert fs.resume("run").history
     older(Path("run"))
     says = (
-        "folder = 'run': should be a run in format 2: fedstill 0.0.9 wrote this one in format 1; "
+        "folder = 'run': should be a run in format 3: fedstill 0.0.9 wrote this one in format 1; "
         "'fedstill run run/experiment.toml' runs it again"
     )
     refused(lambda: fs.resume("run"), says)
@@ -220,7 +220,7 @@ def test_the_same_call_of_simulate_does_not_go_on_with_an_earlier_version() -> N
     assert simulate(out="run", resume=True).history
     older(Path("run"), format=1)
     refused(
-        lambda: simulate(out="run", resume=True), "folder = 'run': should be a run in format 2: fedstill 0.0.9 wrote"
+        lambda: simulate(out="run", resume=True), "folder = 'run': should be a run in format 3: fedstill 0.0.9 wrote"
     )
 
 
@@ -230,5 +230,5 @@ def test_a_folder_without_a_version_is_refused(text) -> None:
     file = Path("run/environment.json")
     file.unlink() if text is None else file.write_text(text)
     refused(
-        lambda: fs.resume("run"), "folder = 'run': should be a run in format 2: fedstill of an unknown version wrote"
+        lambda: fs.resume("run"), "folder = 'run': should be a run in format 3: fedstill of an unknown version wrote"
     )

@@ -137,12 +137,14 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "precious").read_text() == "kept"
 
 
-def test_what_a_stop_before_the_beginning_leaves_may_be_run_into(tmp_path: Path) -> None:
+def test_what_a_stop_before_the_beginning_leaves_may_be_run_into(tmp_path: Path, capsys) -> None:
     (tmp_path / lock.LOCK).touch()
     (tmp_path / "partition.json").write_text("{")
     (tmp_path / "experiment.toml.part").write_text("lr")
     (tmp_path / "checkpoints").mkdir()
     check_free(tmp_path)
+    assert main(["resume", str(tmp_path)]) == 2
+    assert "the command that made it can be given again" in capsys.readouterr().err
     fs.run(fs.Experiment(method=fs.FedAvg(), **TINY), out=tmp_path)
     with pytest.raises(fs.InputError, match="new or empty"):
         check_free(tmp_path)

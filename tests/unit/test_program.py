@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-import json
 import shutil
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 import fedstill as fs
-from fedstill.core import tree
+from fedstill.core import files, tree
 from fedstill.core.batch import Batch
 from fedstill.core.method import Phase
 from fedstill.core.plan import JointPlan
@@ -408,10 +407,10 @@ def test_what_was_found_is_kept_and_used_again(tmp_path) -> None:
     with pytest.raises(KeyboardInterrupt):
         finish(first, journal=journal, checkpoint_every=1, progress=stop_after(1))
     file = tmp_path / "run" / "choices.json"
-    assert json.loads(file.read_text()) == {"cohort": 2, "threads": 1}
+    assert journal.choices() == {"cohort": 2, "threads": 1}
     assert {what.split()[0] for what in first.trainer.choices.asked} == {"forward", "weight_grad"}
     kept = {key: "product" for key in first.trainer.choices.asked}
-    file.write_text(json.dumps({"convolutions": kept, "cohort": 2}))
+    file.write_bytes(files.seal({"convolutions": kept, "cohort": 2}))
 
     second, used = prepared(), []
     algorithm = second.trainer.choices.algorithm
@@ -425,7 +424,7 @@ def test_what_was_found_is_kept_and_used_again(tmp_path) -> None:
     assert second.trainer.engine.sizes == [2, 2, 1] * 2  # nothing was tried that does not fit
     assert set(used) == {("forward", "product"), ("weight_grad", "product")}
     assert second.trainer.choices.algorithms == kept
-    assert json.loads(file.read_text()) == {"convolutions": kept, "cohort": 2, "threads": 1}
+    assert journal.choices() == {"convolutions": kept, "cohort": 2, "threads": 1}
     assert [record["round"] for record in done.history] == [1, 2, 3]
     assert distance(states(whole), states(done)) < 1e-12
 

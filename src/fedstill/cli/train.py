@@ -16,7 +16,7 @@ from ..report.text import Facts
 from ..run import prepare, simulation
 from ..run.experiment import Experiment, check_format
 from ..run.journal import Journal
-from ..run.lock import FolderLock
+from ..run.lock import LOCK, FolderLock
 from ..run.session import Transports
 from ..transport.cluster import BackendName
 from . import carrier, flags, folders, job, saved
@@ -245,8 +245,11 @@ def _resume_run(folder: Path, rounds: int | None, transport: Transports | None) 
     """Go on with a single run."""
     if not (folder / folders.RUN).is_file():
         right = f"a folder that --out made, which holds {folders.RUN} or {saved.JOB}"
+        if (folder / LOCK).exists():
+            right = "one in which a run had begun: it was stopped before; the command that made it can be given again"
         raise InputError("folder", str(folder), right)
     check_format(folder)
+    Journal(folder).check_settings()
     experiment = Experiment.from_toml(folder / folders.RUN)
     if rounds is not None:
         experiment = dataclasses.replace(experiment, rounds=rounds)

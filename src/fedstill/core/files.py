@@ -1,13 +1,27 @@
-"""Write files so that a kill, a power cut or a full disk leaves each either as it was or as it should be."""
+"""Write files so that a kill, a power cut or a full disk leaves each either as it was or as it should be.
+
+A sealed file is JSON with a checksum of its own, so that one changed digit is noticed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from .reading import Missing, Unreadable, read_json
 
 PART = ".part"  # ends the name of a file that is being written
+SEAL = "sha256"  # the checksum's name in a sealed file
+SEALED_BYTES = 1 << 30  # of a sealed file at most: the index of a checkpoint names what every client keeps
+
+
+class Damaged(ValueError):
+    """A file is not as it was written. The message says what is wrong with it, without its name."""
 
 
 def write(path: Path, data: bytes) -> None:
@@ -63,6 +77,39 @@ def sync_folder(folder: Path) -> None:
             os.fsync(opened)
         finally:
             os.close(opened)
+
+
+def seal(record: Mapping[str, Any], indent: int | None = None) -> bytes:
+    """Return a record as JSON with a checksum."""
+    return (json.dumps({**record, SEAL: _checksum(record)}, indent=indent, allow_nan=False) + "\n").encode()
+
+
+def unseal(path: Path) -> dict[str, Any]:
+    """Return the record of a sealed file; raise `Damaged` where it is missing or not as it was written."""
+    try:
+        record = read_json(path, SEALED_BYTES, depth=100)
+    except Missing:
+        raise Damaged("it is missing") from None
+    except Unreadable as error:
+        raise Damaged(f"it should be {error}") from None
+    if record.pop(SEAL, None) != _checksum(record):
+        raise Damaged("its checksum is wrong")
+    return record
+
+
+def digest(data: bytes) -> str:
+    """Return the SHA-256 of bytes."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file, of which little is in memory at once."""
+    with path.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _checksum(record: Mapping[str, Any]) -> str:
+    return digest(json.dumps(record, sort_keys=True).encode())
 
 
 @contextlib.contextmanager

@@ -12,7 +12,8 @@ from ..core.tree import Tree
 from ..nn.kernels.autotune import Choices
 from ..server.coordinator import Coordinator, Record, RunState
 from ..transport.messages import Dialogue, Reply, Request
-from .journal import FILE_BYTES, Checkpoint, CheckpointWriter, Journal
+from .checkpoint import FILE_BYTES, Checkpoint
+from .journal import Journal
 
 Progress: TypeAlias = Callable[[Record], None]
 
@@ -48,16 +49,17 @@ class JournalCallback:
         self.journal.record(record)
         self.journal.write_choices(self.choices)
         due = record["round"] % self.checkpoint_every == 0 or record["round"] == coordinator.task.rounds
-        return save(self.journal, coordinator) if due else None
+        return save(self.journal, coordinator, self.choices) if due else None
 
     def on_end(self, coordinator: Coordinator) -> None:
         """Do nothing: the last round was kept."""
 
 
-def save(journal: Journal, coordinator: Coordinator) -> Dialogue[None]:
+def save(journal: Journal, coordinator: Coordinator, choices: Choices) -> Dialogue[None]:
     """Write a checkpoint: the server's state, then the clients', a few at a time."""
     state, timing = coordinator.state, coordinator.rounds.state_dict()
-    writer = CheckpointWriter(journal, state.round, {"server": state.server, **({"timing": timing} if timing else {})})
+    kept = {"server": state.server, **({"timing": timing} if timing else {})}
+    writer = journal.writer(state.round, kept, choices)
     clients, at_once = sorted(coordinator.touched), 1
     while clients:
         orders = [coordinator.order("state", coordinator.task, k, {}) for k in clients[:at_once]]

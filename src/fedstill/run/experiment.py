@@ -16,12 +16,13 @@ from ..core import reading, settings
 from ..core.errors import InputError, Shown, check_path, nearest
 from ..core.method import Method
 from ..core.protection import Acceptance, Privacy, Robustness
+from ..core.reading import Unreadable, read_json
 from ..core.settings import setting
 from ..core.training import FederationSettings, FurtherScores, LocalTraining, Machine, ServerOptimizer, Timing
 from ..server.sampler import BY_PLAN, SAMPLERS
 from ..timing import clock
 
-FORMAT = 2  # of a run folder, in its environment.json; raised when older folders cannot be resumed
+FORMAT = 3  # of a run folder, in its environment.json; raised when older folders cannot be resumed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,10 +148,8 @@ def to_toml(training: Training, method: Method, **first: object) -> str:
 def check_format(folder: str | Path) -> None:
     """Refuse to resume a run that was written in another format; the message names the version that wrote it."""
     try:
-        environment = json.loads((Path(folder) / "environment.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        environment = None
-    if not isinstance(environment, dict):
+        environment = read_json(Path(folder) / "environment.json")
+    except Unreadable:
         environment = {}
     if environment.get("format") != FORMAT:
         version, format = environment.get("fedstill", "of an unknown version"), environment.get("format", 1)

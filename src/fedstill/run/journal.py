@@ -8,7 +8,9 @@
     checkpoints/       the newest two states (safetensors, with checksums; many clients in several files); `fedstill resume
                        FOLDER` continues from the newest
 
-Files are replaced atomically: written to a temporary name, flushed to the disk, renamed. No file is a pickle.
+Files are replaced atomically: written to a temporary name, flushed to the disk, renamed. No file is a pickle. environment.json
+has the checksums of experiment.toml and partition.json, and every checkpoint those of the records up to its round: a run goes on
+with the settings and the history that it had, or says in one line why it does not.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import contextlib
 import hashlib
 import json
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,19 +28,85 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core import files, tree
+from ..core import files
 from ..core.errors import InputError
-from ..core.files import write
+from ..core.files import Damaged, write
+from ..core.reading import Unreadable, field, parse_json, read_json
 from ..core.tree import Tree
 from ..core.version import __version__
+from ..engine.stage import say
 from ..nn.kernels.autotune import Choices
+from .checkpoint import Bound, Checkpoint, Checkpoints, CheckpointWriter
 from .experiment import FORMAT
-from .lock import FolderLock, check_free
+from .lock import CHECKPOINTS, FolderLock, check_free
 
-KEEP = 2  # number of checkpoints to keep: a kill while one is written leaves the one before
-FILE_BYTES = 256 * 2**20  # bytes of clients' memories in one file
-CLIENTS = "clients"
-FAILED, SCORES = "failed.json", "scores.json"
+FAILED, SCORES, CHOICES = "failed.json", "scores.json", "choices.json"
+EXPERIMENT, PARTITION, ENVIRONMENT = "experiment.toml", "partition.json", "environment.json"
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The records of a file, one for each round from the first on, as far as they are as they should be."""
+
+    raw: bytes = b""
+    records: Sequence[dict[str, Any]] = ()
+    ends: Sequence[int] = (0,)  # the number of bytes before the first record, and up to the end of each
+    problem: str = ""  # what ends them before the end of the file
+    torn: bool = False  # whether that is only the last line, cut short by a kill
+
+    @classmethod
+    def read(cls, path: Path, every: bool = True) -> Lines:
+        """Return the records of a file; none where it does not exist. Without `every`, rounds may be left out."""
+        try:
+            raw = path.read_bytes()
+        except FileNotFoundError:
+            return cls()
+        except OSError as error:
+            return cls(problem=f"{path.name} cannot be read ({error.strerror})")
+        records: list[dict[str, Any]] = []
+        ends, before = [0], 0
+        while ends[-1] < len(raw):
+            end = raw.find(b"\n", ends[-1]) + 1
+            last = end in (0, len(raw))
+            try:
+                record = parse_json(raw[ends[-1] : end]) if end else None
+                round = record.get("round") if isinstance(record, dict) else None
+                if (
+                    not isinstance(record, dict)
+                    or type(round) is not int
+                    or not (round == before + 1 if every else round > before)
+                ):
+                    raise Unreadable(f"the record of round {before + 1}")
+            except Unreadable as error:
+                problem = f"the last line of {path.name} is cut short"
+                if not last:
+                    problem = f"line {len(records) + 1} of {path.name} is damaged (it should be {error})"
+                return cls(raw, records, ends, problem, torn=last)
+            records.append(record)
+            ends.append(end)
+            before = round
+        return cls(raw, records, ends)
+
+    def upto(self, round: int) -> Lines:
+        """Return the lines of the rounds up to this one."""
+        count = sum(record["round"] <= round for record in self.records)
+        return Lines(self.raw[: self.ends[count]], self.records[:count], self.ends[: count + 1])
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a folder holds for its run to go on with."""
+
+    metrics: Lines
+    timeline: Lines
+    whole: dict[int, Checkpoint]  # by round, ascending
+    damaged: dict[int, str]  # by round, ascending, what is wrong
+
+    def problems(self, after: int = 0) -> list[str]:
+        """Return what is wrong with all that is of later rounds."""
+        found = [self.damaged[round] for round in reversed(self.damaged) if round > after]
+        found += [lines.problem for lines in (self.metrics, self.timeline) if lines.problem]
+        return found
 
 
 class Journal:
@@ -46,7 +115,8 @@ class Journal:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.metrics, self.timeline = self.folder / "metrics.jsonl", self.folder / "timeline.jsonl"
-        self.checkpoints = self.folder / "checkpoints"
+        self.checkpoints = Checkpoints(self.folder / CHECKPOINTS)
+        self._records = {file.stem: hashlib.sha256() for file in (self.metrics, self.timeline)}  # of what is written
         self._lock: FolderLock | None = None
 
     def begin(self, experiment: str, partition: Mapping[str, Any], device: torch.device, threads: int = 0) -> None:
@@ -56,20 +126,26 @@ class Journal:
         """
         self.hold()
         check_free(self.folder)
+        division = json.dumps(partition)
+        about = {
+            **environment(device, threads),
+            "partition": files.digest(division.encode()),
+            "experiments": [{"after": 0, "sha256": files.digest(experiment.encode())}],
+        }
         contents = {
-            "partition.json": json.dumps(partition),
-            "environment.json": json.dumps(environment(device, threads), indent=2),
-            "experiment.toml": experiment,  # last: a folder without it holds no run yet
+            PARTITION: division.encode(),
+            ENVIRONMENT: files.seal(about, indent=2),
+            EXPERIMENT: experiment.encode(),  # last: a folder without it holds no run yet
         }
         try:
-            files.make_folder(self.checkpoints)
-            for name, text in contents.items():
-                write(self.folder / name, text.encode())
+            files.make_folder(self.checkpoints.folder)
+            for name, data in contents.items():
+                write(self.folder / name, data)
         except BaseException:
             with contextlib.suppress(OSError):
                 for name in reversed(contents):
                     (self.folder / name).unlink(missing_ok=True)
-                self.checkpoints.rmdir()
+                self.checkpoints.folder.rmdir()
             raise
 
     def hold(self) -> None:
@@ -93,9 +169,36 @@ class Journal:
             self.release()
             raise
 
+    def check_settings(self) -> None:
+        """Refuse a folder whose settings or division are not those with which the run began, or which a flag has changed."""
+        problem = self._changed()
+        if not problem:
+            return
+        again = f"'fedstill run {self.folder / EXPERIMENT} --out ANOTHER' begins a run with what it says now"
+        right = f"a folder as fedstill wrote it ({problem}); only a flag such as --rounds changes a run, and {again}"
+        raise InputError("folder", str(self.folder), right)
+
+    def _changed(self) -> str:
+        """Return which file that determines the run is not as it was written; "" where all are."""
+        name = ENVIRONMENT
+        try:
+            about = files.unseal(self.folder / name)
+            known = {EXPERIMENT: [entry["sha256"] for entry in about["experiments"]], PARTITION: [about["partition"]]}
+            for name, digests in known.items():
+                if files.digest_of(self.folder / name) not in digests:
+                    return f"{name} has been changed or damaged since the run began"
+        except (Damaged, KeyError, TypeError) as error:
+            return f"{name}: {error}" if isinstance(error, Damaged) else f"{name} is none of this version"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        return ""
+
     def check_partition(self, partition: Mapping[str, Any]) -> None:
         """Refuse to continue if the data is divided differently than at the start of the run."""
-        before = json.loads((self.folder / "partition.json").read_text(encoding="utf-8"))
+        try:
+            before = read_json(self.folder / PARTITION, limit=1 << 30)
+        except Unreadable as error:
+            raise InputError("folder", str(self.folder), f"one whose {PARTITION} is {error}") from None
         now = json.loads(json.dumps(partition))
         changed = [name for name in {**before, **now} if name != "indices" and before.get(name) != now.get(name)]
         if changed:
@@ -106,46 +209,47 @@ class Journal:
     def record(self, record: Mapping[str, Any]) -> None:
         """Append a round's record; its `timeline`, if any, goes to a separate file."""
         if "timeline" in record:
-            _append(self.timeline, record["timeline"])
-        _append(self.metrics, {name: value for name, value in record.items() if name != "timeline"})
+            self._append(self.timeline, record["timeline"])
+        self._append(self.metrics, {name: value for name, value in record.items() if name != "timeline"})
+
+    def _append(self, file: Path, record: Mapping[str, Any]) -> None:
+        """Append a record as a line of JSON, and take it into the checksum of its file."""
+        line = (json.dumps(record, allow_nan=False) + "\n").encode()
+        files.append(file, line)
+        self._records[file.stem].update(line)
 
     def write_choices(self, choices: Choices) -> None:
         """Write the measured choices if they have changed."""
         entries = choices.to_dict()
         if entries and entries != self.choices():
-            write(self.folder / "choices.json", (json.dumps(entries, indent=2) + "\n").encode())
+            write(self.folder / CHOICES, files.seal(entries, indent=2))
 
     def choices(self) -> dict[str, Any]:
-        """Return the choices measured before the run was interrupted."""
+        """Return the choices measured before the run was interrupted; none where the file is missing or damaged."""
         try:
-            entries = json.loads((self.folder / "choices.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            return files.unseal(self.folder / CHOICES)
+        except Damaged:
             return {}
-        return entries if isinstance(entries, dict) else {}
 
-    def history(self, upto: int | None = None) -> list[dict[str, Any]]:
-        """Return the records up to a round; skip a last line that a kill cut short."""
-        return _lines(self.metrics, upto)
+    def history(self) -> list[dict[str, Any]]:
+        """Return the records, as far as they are as they should be."""
+        return list(Lines.read(self.metrics).records)
 
-    def timelines(self, upto: int | None = None) -> list[dict[str, Any]]:
-        """Return the timelines up to a round, one for each round; none without simulated time."""
-        return _lines(self.timeline, upto)
-
-    def save(self, round: int, state: Tree, clients: Iterable[tuple[int, Tree]] = ()) -> None:
-        """Write a checkpoint: the state after a round and the clients' states, one after another."""
-        checkpoint = CheckpointWriter(self, round, state)
-        for client, client_state in clients:
-            checkpoint.add(client, client_state)
-        checkpoint.close()
+    def timelines(self) -> list[dict[str, Any]]:
+        """Return the timelines, one for each round; none without simulated time."""
+        return list(Lines.read(self.timeline, every=False).records)
 
     @property
     def begun(self) -> bool:
         """Whether the folder holds a run."""
-        return (self.folder / "experiment.toml").is_file()
+        return (self.folder / EXPERIMENT).is_file()
 
-    def amend(self, experiment: str) -> None:
-        """Replace the run's settings by those with which it goes on."""
-        write(self.folder / "experiment.toml", experiment.encode())
+    def amend(self, experiment: str, after: int) -> None:
+        """Replace the run's settings by those with which it goes on after a round, and keep a record of that."""
+        about = files.unseal(self.folder / ENVIRONMENT)
+        about["experiments"].append({"after": after, "sha256": files.digest(experiment.encode())})
+        write(self.folder / ENVIRONMENT, files.seal(about, indent=2))
+        write(self.folder / EXPERIMENT, experiment.encode())
 
     def fail(self, reason: str) -> None:
         """Note why the run cannot go on."""
@@ -154,8 +258,8 @@ class Journal:
     def failure(self) -> str:
         """Return why the run could not go on; "" where it has not failed."""
         try:
-            return str(json.loads((self.folder / FAILED).read_text(encoding="utf-8"))["reason"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return field(read_json(self.folder / FAILED), "reason", str)
+        except Unreadable:
             return ""
 
     def write_scores(self, scores: Mapping[str, Any]) -> None:
@@ -166,132 +270,97 @@ class Journal:
     def scores(self) -> dict[str, Any] | None:
         """Return the scores that were written; None where there are none."""
         try:
-            scores = json.loads((self.folder / SCORES).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
+            return read_json(self.folder / SCORES)
+        except Unreadable:
             return None
-        return scores if isinstance(scores, dict) else None
 
-    def rounds(self, device: torch.device) -> list[int]:
-        """Return the rounds of the checkpoints that a run can go on from, ascending."""
-        numbers = sorted(int(file.stem.removeprefix("round-")) for file in self.checkpoints.glob("round-*.json"))
-        return [number for number in numbers if self.load(device, number) is not None]
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+    def writer(self, round: int, state: Tree, choices: Choices | None = None) -> CheckpointWriter:
+        """Return what writes the checkpoint of a round, whose record is written."""
+        records = {name: written.hexdigest() for name, written in self._records.items()}
+        chosen = {} if choices is None else choices.to_dict()
+        return CheckpointWriter(self.checkpoints, round, state, Bound(self._run(), records), chosen)
 
-    def load(self, device: torch.device, round: int | None = None) -> Checkpoint | None:
-        """Return the newest complete checkpoint whose rounds are all recorded, or that of a given round; None without one."""
-        name = "round-*.json" if round is None else f"round-{round:06d}.json"
-        for index_file in sorted(self.checkpoints.glob(name), reverse=True):
+    def save(self, round: int, state: Tree, clients: Iterable[tuple[int, Tree]] = ()) -> None:
+        """Write a checkpoint: the state after a round and the clients' states, one after another."""
+        writer = self.writer(round, state)
+        for client, client_state in clients:
+            writer.add(client, client_state)
+        writer.close()
+
+    def survey(self, device: torch.device) -> Survey:
+        """Look at all that a run could go on with."""
+        metrics, timeline = Lines.read(self.metrics), Lines.read(self.timeline, every=False)
+        whole: dict[int, Checkpoint] = {}
+        damaged = {round: f"the checkpoint of round {round} is unfinished" for round in self.checkpoints.unfinished()}
+        run = self._run()
+        for round in self.checkpoints.rounds():
+            if round > len(metrics.records):
+                damaged[round] = f"the checkpoint of round {round} has no record of its round"
+                continue
+            both = {"metrics": metrics, "timeline": timeline}
+            records = {name: files.digest(lines.upto(round).raw) for name, lines in both.items()}
             try:
-                index = json.loads(index_file.read_text(encoding="utf-8"))
-                entries = index["parts"]
-                parts = tuple((self.checkpoints / entry["file"], entry["outline"]) for entry in entries)
-                complete = all(_checksum(self.checkpoints / entry["file"]) == entry["sha256"] for entry in entries)
-            except (OSError, ValueError, KeyError, TypeError):
-                continue  # cut short by a kill
-            if complete and len(self.history(upto=index["round"])) == index["round"]:
-                return Checkpoint(index["round"], parts, device)
+                whole[round] = self.checkpoints.load(round, Bound(run, records), device)
+            except Damaged as error:
+                damaged[round] = str(error)
+        return Survey(metrics, timeline, whole, dict(sorted(damaged.items())))
+
+    def load(self, device: torch.device) -> Checkpoint | None:
+        """Return the newest whole checkpoint; None without one."""
+        whole = self.survey(device).whole
+        return whole[max(whole)] if whole else None
+
+    def choose(self, survey: Survey, every: int = 10, at: int | None = None) -> Checkpoint | None:
+        """Return the newest whole checkpoint, or that of round `at`; None where the run begins again, before its first.
+
+        Say what is damaged or missing, and refuse to begin again where a checkpoint there must have been is lost.
+        """
+        newest = max(survey.whole, default=0) if at is None else at
+        problems = survey.problems(after=newest)
+        if newest:
+            if problems:
+                say(f"{self.folder}: {'; '.join(problems)}: the run goes on after round {newest}")
+            return survey.whole[newest]
+        done = len(survey.metrics.records)
+        lost = [f"it has {done} records and no checkpoint"] if done > every else []
+        if survey.metrics.problem and not survey.metrics.torn:
+            lost.append(survey.metrics.problem)
+        lost += [survey.damaged[round] for round in reversed(survey.damaged) if round in self.checkpoints.rounds()]
+        if lost:
+            right = f"one with a checkpoint to go on from ({'; '.join(dict.fromkeys(lost))})"
+            again = "nothing was changed; delete it to have it run again from round 1"
+            raise InputError("folder", str(self.folder), f"{right}; {again}")
+        if done or problems:
+            say(f"{self.folder}: stopped before its first checkpoint: it begins again at round 1")
         return None
 
-    def rewind(self, round: int) -> list[dict[str, Any]]:
+    def rewind(self, survey: Survey, round: int) -> list[dict[str, Any]]:
         """Drop the records after a round; return the others, with their timelines."""
-        records, lines = self.history(upto=round), self.timelines(upto=round)
-        write(self.metrics, "".join(json.dumps(r) + "\n" for r in records).encode())
-        if self.timeline.exists():
-            write(self.timeline, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        metrics, timeline = survey.metrics.upto(round), survey.timeline.upto(round)
+        both = [(self.metrics, survey.metrics, metrics), (self.timeline, survey.timeline, timeline)]
+        for file, before, lines in both:
+            if before.raw != lines.raw:
+                write(file, lines.raw)
+            self._records[file.stem] = hashlib.sha256(lines.raw)
+        self.checkpoints.kept = [kept for kept in survey.whole if kept <= round]
+        if not round:
+            self.checkpoints.prune([])
         (self.folder / FAILED).unlink(missing_ok=True)
-        by_round = {line["round"]: {"timeline": line} for line in lines}
-        return [{**record, **by_round.get(record["round"], {})} for record in records]
+        for left in (*self.folder.glob(f"*{files.PART}"), *self.checkpoints.folder.glob(f"*{files.PART}")):
+            left.unlink(missing_ok=True)
+        for left in self.folder.glob("fedstill-memories-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        by_round = {line["round"]: {"timeline": line} for line in timeline.records}
+        return [{**record, **by_round.get(record["round"], {})} for record in metrics.records]
 
-
-class CheckpointWriter:
-    """Writes a checkpoint in files of about 256 MiB, so that no more than that is in memory at once.
-
-    The index (the list of files with their checksums) is written last: a checkpoint without it is incomplete. Then all but the
-    newest two checkpoints are removed.
-    """
-
-    def __init__(self, journal: Journal, round: int, state: Tree) -> None:
-        self.journal, self.round, self.name = journal, round, f"round-{round:06d}"
-        self.entries: list[dict[str, Any]] = []
-        self._chunk: Tree = {**state, CLIENTS: {}}
-        self._size = 0
-
-    def add(self, client: int, state: Tree) -> None:
-        """Add a client's state."""
-        if self._size >= FILE_BYTES:
-            self._flush()
-        self._chunk[CLIENTS][str(client)] = state
-        self._size += sum(leaf.nbytes for _, leaf in tree.leaves(state))
-
-    def close(self) -> None:
-        """Write the last file, then the index; remove older checkpoints."""
-        self._flush()
-        folder = self.journal.checkpoints
-        write(folder / f"{self.name}.json", json.dumps({"round": self.round, "parts": self.entries}).encode())
-        for old in sorted(folder.glob("round-*.json"))[:-KEEP]:
-            old.unlink()
-            for file in (*folder.glob(f"{old.stem}.*"), *folder.glob(f"{old.stem}-*")):
-                file.unlink()
-
-    def _flush(self) -> None:
-        """Write the states collected so far to a file."""
-        from safetensors.torch import save
-
-        chunk, self._chunk, self._size = self._chunk, {CLIENTS: {}}, 0
-        data = save({name: leaf.detach().cpu().contiguous().clone() for name, leaf in tree.leaves(chunk)})
-        file = f"{self.name}-{len(self.entries)}.safetensors" if self.entries else f"{self.name}.safetensors"
-        write(self.journal.checkpoints / file, data)
-        digest = hashlib.sha256(data).hexdigest()
-        self.entries.append({"file": file, "sha256": digest, "outline": tree.outline(chunk)})
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint on disk; its files are read on demand."""
-
-    round: int
-    files: tuple[tuple[Path, Any], ...]  # each with its outline
-    device: torch.device
-
-    def state(self) -> Tree:
-        """Return the state without the clients' memories."""
-        return {name: value for name, value in self._read(0).items() if name != CLIENTS}
-
-    def clients(self) -> Iterator[tuple[int, Tree]]:
-        """Yield each client's memory; one file is in memory at a time."""
-        for number in range(len(self.files)):
-            for client, memory in self._read(number).get(CLIENTS, {}).items():
-                yield int(client), memory
-
-    def _read(self, number: int) -> Tree:
-        """Read one of the files."""
-        from safetensors.torch import load
-
-        file, outline = self.files[number]
-        return tree.to(tree.fill(outline, load(file.read_bytes())), self.device)
-
-
-def _checksum(file: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _append(path: Path, record: Mapping[str, Any]) -> None:
-    """Append a record as a line of JSON and flush it to the disk."""
-    files.append(path, (json.dumps(record, allow_nan=False) + "\n").encode())
-
-
-def _lines(path: Path, upto: int | None) -> list[dict[str, Any]]:
-    """Return the records of a file up to a round; skip a last line that a kill cut short."""
-    records: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    def _run(self) -> str:
+        """Return the checksum of what the run began with."""
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        if upto is None or record["round"] <= upto:
-            records.append(record)
-    return records
+            about = files.unseal(self.folder / ENVIRONMENT)
+            return files.digest(f"{about['experiments'][0]['sha256']} {about['partition']}".encode())
+        except (Damaged, KeyError, TypeError, IndexError):
+            return ""  # refused by `check_settings`
 
 
 def environment(device: torch.device, threads: int = 0) -> dict[str, Any]:

@@ -38,8 +38,9 @@ from ..timing.wait_free import Background, WaitFree
 from ..transport.local import LocalTransport
 from ..transport.messages import Transport
 from .callbacks import JournalCallback, Progress, ProgressCallback, restore, state_of
+from .checkpoint import Checkpoint
 from .driver import Driver
-from .journal import Journal
+from .journal import Journal, Survey
 from .prepare import Simulation
 from .result import Run
 
@@ -145,9 +146,13 @@ def start(starts: Sequence[Start], transport: Transports | None = None) -> Sessi
         _coordinator(start, number, len(starts), strategy, carrier, parts.trainer)
         for number, (start, strategy) in enumerate(zip(starts, parts.rounds, strict=True))
     ]
-    at = _common_round(starts)
-    for start, coordinator in zip(starts, coordinators, strict=True):
-        _resume(start, coordinator, driver, at)
+    surveys = [None if one.journal is None else one.journal.survey(one.simulation.device) for one in starts]
+    at = _common_round(starts, surveys)
+    chosen = [
+        _choose(one, survey, at) for one, survey in zip(starts, surveys, strict=True)
+    ]  # refusals come before changes
+    for one, survey, checkpoint, coordinator in zip(starts, surveys, chosen, coordinators, strict=True):
+        _resume(one, survey, checkpoint, coordinator, driver)
     if len({coordinator.state.round for coordinator in coordinators}) > 1:
         raise CannotStack("the runs are not at the same round")
     return Session(
@@ -216,33 +221,40 @@ def _coordinator(
     )
 
 
-def _common_round(starts: Sequence[Start]) -> int | None:
+def _common_round(starts: Sequence[Start], surveys: Sequence[Survey | None]) -> int | None:
     """Return the newest round of which every run that goes on with others has a checkpoint; None for a single run.
 
     A kill between two runs' checkpoints leaves them at different rounds. Each keeps the one before as well.
     """
-    journals = [start.journal for start in starts if start.journal is not None and start.resume]
-    if len(starts) == 1 or len(journals) < len(starts):
+    held = [survey.whole.keys() for start, survey in zip(starts, surveys, strict=True) if start.resume and survey]
+    if len(starts) == 1 or len(held) < len(starts):
         return None
-    held = [journal.rounds(starts[0].simulation.device) for journal in journals]
     common = set.intersection(*map(set, held))
     if not common and any(held):
         raise CannotStack("they have no checkpoints of the same round")
     return max(common, default=0)
 
 
-def _resume(start: Start, coordinator: Coordinator, driver: Driver, at: int | None) -> None:
-    """Continue after the newest checkpoint, or that of round `at`, where there is one; else from the beginning."""
+def _choose(start: Start, survey: Survey | None, at: int | None) -> Checkpoint | None:
+    """Return the checkpoint that a run goes on from; None where it begins."""
+    if start.journal is None or survey is None or not start.resume:
+        return None
+    return start.journal.choose(survey, start.checkpoint_every, at)
+
+
+def _resume(
+    start: Start, survey: Survey | None, checkpoint: Checkpoint | None, coordinator: Coordinator, driver: Driver
+) -> None:
+    """Continue after a checkpoint; without one from the beginning."""
     journal, sim = start.journal, start.simulation
-    if journal is None:
+    if journal is None or survey is None:
         return
-    checkpoint = journal.load(sim.device, at) if start.resume else None
     if start.resume:
-        sim.trainer.choices.update(journal.choices())
+        sim.trainer.choices.update({**(checkpoint.choices if checkpoint else {}), **journal.choices()})
     if checkpoint is None:
-        journal.rewind(0)
+        journal.rewind(survey, 0)
         return
-    state, timing = state_of(checkpoint, journal.rewind(checkpoint.round))
+    state, timing = state_of(checkpoint, journal.rewind(survey, checkpoint.round))
     coordinator.load_state(state, timing)
     for error in driver.run({coordinator.run: restore(checkpoint, coordinator)}).values():
         raise error

@@ -62,9 +62,10 @@ def simulate(
             if not resume or not journal.begun:
                 journal.begin(text, partition, simulation.device, simulation.trainer.training_threads)
                 resume = False
-            elif before.read_text(encoding="utf-8") != text:
-                raise InputError("out", str(out), "the folder of the same call: its settings or method were others")
             else:
+                journal.check_settings()
+                if before.read_text(encoding="utf-8") != text:
+                    raise InputError("out", str(out), "the folder of the same call: its settings or method were others")
                 journal.check_partition(partition)
     return finish(Start(simulation, journal, progress=progress, resume=resume, callbacks=callbacks), transport)
 
@@ -150,6 +151,7 @@ def continued(
     check_format(folder)
     journal = Journal(folder)
     with journal.entered():
+        journal.check_settings()
         held = Experiment.from_toml(journal.folder / "experiment.toml")
         wanted = held if rounds is None else dataclasses.replace(held, rounds=rounds)
         whole = wanted if experiment is None else experiment
@@ -163,7 +165,7 @@ def continued(
             done = len(journal.history())
             if wanted.rounds < done:
                 raise InputError("rounds", wanted.rounds, f"at least {done}: so many are over")
-            journal.amend(wanted.to_toml())
+            journal.amend(wanted.to_toml(), done)
     return Start(simulation, journal, wanted.checkpoint_every, progress, resume=True)
 
 
