@@ -31,6 +31,13 @@ class Acceptance(Group):
         0.9, "largest share of a round's samples that a client may claim where its number is not registered",
         above=0, most=1, group="server",
     )  # fmt: skip
+    max_upload: float = setting(
+        0.0,
+        "MiB that a reply may have on the wire; 0: twice those of a right upload",
+        least=0,
+        most=2**20,
+        group="server",
+    )
 
     def unused(self) -> dict[str, str]:
         """Return what has no effect where no norm is bounded."""

@@ -24,9 +24,9 @@ from ..core.tree import Tree
 from ..engine.step import explained
 from ..transport.messages import Dialogue, Kind, Order, Reply, Request, Transport
 from .attack import Attack
-from .gate import NEEDED, REPORTED, TOO_LARGE, Gate, example_upload
+from .gate import NEEDED, REPORTED, SMALL, TOO_LARGE, Gate, example_upload
 from .optimizer import Rule
-from .records import Scores, split_seconds, summary, traffic
+from .records import Scores, nbytes, split_seconds, summary, traffic
 from .sampler import Memory, Sampler, uniform
 
 Record: TypeAlias = dict[str, Any]
@@ -162,6 +162,7 @@ class Coordinator:
     attack: Attack | None = None  # simulated attackers, who are not scored
     run: int = 0  # number among the runs that go side by side, which share the seconds
     runs: int = 1
+    bytes: int = field(init=False)  # of the server's state before the first round, and of a model
     memory: Memory = field(init=False)  # what the sampler may use
     noted: dict[str, str] = field(default_factory=dict, init=False)
     """Clients whose other replies in this round were refused, with the reasons, for its record."""
@@ -171,6 +172,7 @@ class Coordinator:
 
     def __post_init__(self) -> None:
         self.memory = Memory.of(self.state.history)
+        self.bytes = nbytes(self.state.server) + nbytes(self.task.net.initial())
 
     def load_state(self, state: RunState, timing: Tree) -> None:
         """Continue from a checkpoint: the run's state, and what its timing had."""
@@ -273,7 +275,20 @@ class Coordinator:
         if down is None:
             down = self.method.send(task, self.state.server, client)
         decided, taken = self.settled.get(client, (0, 0))
-        return Order(kind, task.round, client, down, run=self.run, decided=decided, taken=taken, **options)
+        most = self.room(kind)
+        return Order(kind, task.round, client, down, run=self.run, decided=decided, taken=taken, most=most, **options)
+
+    def room(self, kind: Kind) -> int:
+        """Return the bytes that a reply may have on the wire; 0: any.
+
+        Uploads are bounded by the first right one or, before it and where their form varies, by the server's state and a
+        model; replies of numbers by what these may need. What a client keeps (`state`) is sent where clients are ours.
+        """
+        if kind not in ("train", "model"):
+            return 0 if kind == "state" else SMALL
+        gate = self.gate
+        known = kind == "train" and gate.size and not gate.varies
+        return gate.most_bytes or SMALL + 2 * (gate.size if known else self.bytes)
 
     def inspect(
         self, task: Task, orders: Iterable[Order], replies: Sequence[Reply]
@@ -298,7 +313,7 @@ class Coordinator:
             return self.example(at, down[reply.client])
 
         accepted, reasons = self.gate.inspect(answers, example)
-        hopeless = self.gate.hopeless(len(self.present()))
+        hopeless = self.gate.hopeless({**faulty, **misread}, len(self.present()))
         if hopeless:
             raise TrainingError(f"round {task.round}: no upload has ever had the right form; {hopeless}")
         grown = {k: reason for k, reason in reasons.items() if reason.startswith(TOO_LARGE)}

@@ -38,6 +38,7 @@ NEEDED = (*REPORTED, "tests", "downloaded", "trained")  # where training is watc
 LARGEST = math.sqrt(torch.finfo(torch.float32).max)
 WHOLE = 2**53  # up to here a float holds every whole number
 NUMBERS = 64  # most numbers of a report
+SMALL = 1 << 20  # bytes of a message beside its tensors
 DEEP = 32  # most branches within one another
 COUNTS = frozenset(  # numbers of a report that count something
     ("steps", "samples", "tests", "personal", "generic", "before", "after", "downloaded", "trained")
@@ -105,7 +106,9 @@ class Gate:
     max_share: float = 1.0  # of a round's samples, of a client whose number is not registered
     max_norm: float = 0.0  # of an upload's difference from what was sent; 0: any
     clip: bool = False  # whether an upload above it is clipped, else it is refused
+    most_bytes: int = 0  # that a reply may have on the wire; 0: by the size of a right upload
     expected: Spec | None = field(default=None, init=False)
+    size: int = field(default=0, init=False)  # bytes of an upload of the form expected
     round: int = field(default=0, init=False)
     lost: Reasons = field(default_factory=dict, init=False)  # divergences since one client's training did not
     wrong: Reasons = field(default_factory=dict, init=False)  # uploads of a wrong form before the first right one
@@ -114,7 +117,8 @@ class Gate:
     def of(cls, settings: Acceptance, method: Method, samples: Sequence[int]) -> Gate:
         """Return the gate that a run asks for, given the registered numbers of samples."""
         clip, refuse = settings.over_norm == "clip", settings.on_divergence == "refuse"
-        return cls(method.upload_varies, refuse, samples, settings.max_share, settings.max_norm, clip)
+        most = int(settings.max_upload * 2**20)
+        return cls(method.upload_varies, refuse, samples, settings.max_share, settings.max_norm, clip, most)
 
     # ---- reports -----------------------------------------------------------------------------------------------------
     def reports(
@@ -230,12 +234,13 @@ class Gate:
                 kept.append(dataclasses.replace(reply, up={**reply.up, "params": {**reply.up["params"], **near}}))
         return kept, reasons, clipped
 
-    def hopeless(self, clients: int) -> str:
-        """Return what is wrong where more than half of all clients have uploaded a wrong form, nobody the right one; else ""."""
-        if self.expected is not None or 2 * len(self.wrong) <= clients:
+    def hopeless(self, unread: Reasons, clients: int) -> str:
+        """Return what is wrong where more than half of all clients sent a wrong form (or `unread`), and nobody a right one."""
+        if self.expected is not None:
             return ""
-        client, reason = next(iter(self.wrong.items()))
-        return f"client {client}: {reason}"
+        self.wrong |= unread
+        client, reason = next(iter(self.wrong.items()), (0, ""))
+        return f"client {client}: {reason}" if 2 * len(self.wrong) > clients else ""
 
     def _mismatch(self, reply: Reply, example: Callable[[Reply], Tree]) -> str:
         try:
@@ -247,6 +252,7 @@ class Gate:
         right = spec_of(example(reply))
         if spec == right:
             self.expected, self.round = spec, reply.round
+            self.size = sum(leaf.nbytes for _, leaf in tree.leaves(reply.up))
             return ""
         return difference(spec, right)
 

@@ -43,6 +43,7 @@ class Order:
     run: int = 0
     decided: int = 0  # of the client's replies up to this round it is decided whether the server took them
     taken: int = 0  # the round of the last reply that it took; 0: none
+    most: int = 0  # bytes that the reply may have on the wire; 0: any
     id: int = field(default_factory=NEW_ID)  # the reply must carry it: a reply in another client's name cannot
 
 
