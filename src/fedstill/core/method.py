@@ -67,6 +67,9 @@ class Method:
     noisy_mean: ClassVar[bool] = False
     """Whether `merge` uses the uploads in one call of `task.average`, around the server's "params", and nowhere else, so that
     noise in this mean covers all that the server learns."""
+    noisy_steps: ClassVar[bool] = False
+    """Whether a client's data reach its upload only through gradients of `loss` in phases of "params", sample by sample, so that
+    DP-SGD there covers all that goes up. Phases of other models and what `finish` keeps must not reach it otherwise either."""
     personal_passes: ClassVar[float] = 0.0
     """Where `step` trains two models: passes over the data for the personal one, which nothing that goes up depends on, for each
     pass for the other."""
@@ -86,13 +89,15 @@ class Method:
     def __init_subclass__(cls) -> None:
         """Clear flags that describe an overridden hook; refuse a field that would hide a hook.
 
-        `averages` and `noisy_mean` describe `merge`; `wait_free` and `personal_passes` describe a client's round; `plain_loss`
-        describes the objective. Overriding a hook, also by a mixin, clears the flags that describe it; restate them.
+        `averages` and `noisy_mean` describe `merge`; `noisy_steps`, `wait_free` and `personal_passes` describe a client's round;
+        `plain_loss` describes the objective. Overriding a hook, also by a mixin, clears the flags that describe it; restate them.
         """
         if _differs(cls, "averages", "merge"):
             cls.averages = False
         if _differs(cls, "noisy_mean", "merge"):
             cls.noisy_mean = False
+        if _differs(cls, "noisy_steps", "init_client", "begin", "phases", "fit", "loss", "correct", "step", "finish"):
+            cls.noisy_steps = False
         if _differs(cls, "wait_free", "begin", "phases", "step", "finish"):
             cls.wait_free = False
         if _differs(cls, "personal_passes", "begin", "step", "finish"):

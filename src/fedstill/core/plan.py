@@ -21,7 +21,7 @@ _WORD = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 COHORT, BATCHES, STEP, METHOD = 1, 2, 3, 4  # purposes of draws: separate streams
 DEVICE, PRESENT, DROP, MONITOR = 5, 6, 7, 8  # purposes in simulated time
-NOISE = 9  # of differential privacy
+NOISE, SAMPLED = 9, 10  # purposes in differential privacy
 ATTACK = 11  # who attacks, which samples are poisoned, and forged noise
 ROOT = 12  # the samples that the server owns, and its training with them
 DRAWS = 1 << 16  # a method's own draws from a step's key are numbered from here on, after every layer's dropout
@@ -75,6 +75,12 @@ def normals(k: Tensor, n: int) -> Tensor:
     """Draw n standard normal numbers (float64) for each of a tensor of 64-bit keys, along a new last axis (Box and Muller)."""
     uniform = (_shift(tensor_bits(k, 2 * n), 11).double() + 0.5) / 2**53
     return (-2 * uniform[..., :n].log()).sqrt() * (2 * torch.pi * uniform[..., n:]).cos()
+
+
+def row_keys(k: Tensor, index: Tensor) -> Tensor:
+    """Return a key for each sample of a batch, from the step's key and the samples' places: no other sample changes it."""
+    h = tensor_bits(k, 1) + index * _signed(_GAMMA)
+    return _shift(tensor_bits(h, 1).squeeze(-1), 1)
 
 
 def _signed(word: int) -> int:
@@ -133,6 +139,28 @@ def tables(
     index = order[row, (step // per_epoch).clamp(max=epochs - 1).unsqueeze(2), place.clamp(max=longest - 1)]
     key = _shift(tensor_bits(_on(keys(seed, STEP, round, client), device).squeeze(1), len(step)), 33).T
     return Tables(torch.where(real, index, 0), real, key)
+
+
+def private_tables(
+    plan: Plan | JointPlan,
+    round: int,
+    phase: int,
+    clients: Sequence[int],
+    samples: Sequence[int],
+    steps: Sequence[int],
+    device: torch.device,
+) -> Tables:
+    """Return the batches that `private` gives client by client, padded to the longest, so that nobody is left out."""
+    drawn = [plan.private(round, phase, *client) for client in zip(clients, samples, steps, strict=True)]
+    width = max(len(rows) for batches, _ in drawn for rows in batches)
+    index = np.full((max(steps), len(clients), max(1, width)), -1, dtype=np.int64)
+    key = np.zeros(index.shape[:2], dtype=np.int64)
+    for column, (batches, noise) in enumerate(drawn):
+        key[: len(noise), column] = noise
+        for step, rows in enumerate(batches):
+            index[step, column, : len(rows)] = rows
+    positions = put(index, device)
+    return Tables(positions.clamp(min=0), positions >= 0, put(key, device))
 
 
 def permutation(k: int, n: int) -> NDArray[np.int64]:
@@ -202,6 +230,18 @@ class Plan:
         """Return the keys of a phase's dropout masks, one for each step (31 bits, to fit any integer tensor)."""
         return (bits(key(self.seed, STEP, round, client), steps) >> np.uint64(33)).astype(np.int64)
 
+    def private(
+        self, round: int, phase: int, client: int, samples: int, steps: int
+    ) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
+        """Return for each step of a phase of DP-SGD which samples take part, and the key of its noise (63 bits).
+
+        Each sample takes part by itself, with the probability that gives `batch_size` on average.
+        """
+        size, step = min(self.batch_size, samples), np.arange(steps, dtype=np.uint64)
+        drawn = keys(self.seed, SAMPLED, round, phase, client, step)
+        rows = [np.flatnonzero((bits(int(k), samples) >> np.uint64(11)) * (samples / 2**53) < size) for k in drawn]
+        return rows, (keys(self.seed, NOISE, round, phase, client, step) >> np.uint64(1)).astype(np.int64)
+
 
 @dataclass(frozen=True)
 class JointPlan:
@@ -228,6 +268,13 @@ class JointPlan:
         """Return the keys of a phase's dropout masks, one for each step."""
         run, client = divmod(slot, self.clients)
         return self.plans[run].step_keys(round, client, steps)
+
+    def private(
+        self, round: int, phase: int, slot: int, samples: int, steps: int
+    ) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
+        """Return for each step of a phase of DP-SGD which samples take part, and the key of its noise."""
+        run, client = divmod(slot, self.clients)
+        return self.plans[run].private(round, phase, client, samples, steps)
 
     def tables(
         self, round: int, slots: Sequence[int], samples: Sequence[int], epochs: int, width: int, device: torch.device

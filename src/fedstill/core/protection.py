@@ -104,15 +104,18 @@ class Robustness(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class Privacy(Group):
-    """Differential privacy of what clients upload: noise at the server's merge."""
+    """Differential privacy of what clients upload: DP-SGD at the client, or noise at the server's merge."""
 
-    privacy: Literal["off", "central"] = setting(
-        "off", "differential privacy: of each client, by noise at the server (central)", group="privacy"
-    )
+    privacy: Literal["off", "local", "central"] = setting(
+        "off", "differential privacy: of each sample, by DP-SGD at its client (local), or of each client, by noise at the server",
+        group="privacy",
+    )  # fmt: skip
     noise_multiplier: float = setting(
         1.0, "σ, deviation of the noise as a multiple of `clip_norm`", above=0, group="privacy"
     )
-    clip_norm: float = setting(1.0, "C, the longest change of one client", above=0, group="privacy")
+    clip_norm: float = setting(
+        1.0, "C, the longest gradient of one sample, or change of one client", above=0, group="privacy"
+    )
     privacy_delta: float = setting(1e-5, "δ at which ε is reported", above=0, most=0.1, group="privacy")
     privacy_budget: float = setting(
         0.0, "ε at which the run stops before it sends more; 0: no limit", least=0, group="privacy"

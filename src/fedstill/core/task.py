@@ -126,6 +126,15 @@ class Site:
 
 
 @dataclass(frozen=True)
+class SampleNoise:
+    """DP-SGD at clients: gradients of single samples are clipped to `clip`, their sum gets noise of deviation noise·clip."""
+
+    clip: float
+    noise: float
+    batch_size: int  # samples of a step on average
+
+
+@dataclass(frozen=True)
 class Task:
     """The setting of local work, handed to every hook of a method. `round` counts from 1; `site` is set at a client.
 
@@ -146,6 +155,7 @@ class Task:
     site: Site | None = None
     seed: int = 0
     average: Average = tree.mean
+    private: SampleNoise | None = None  # how phases of "params" protect single samples; None: not
 
     def at_site(self, site: Site) -> Task:
         """Return the task as a client with this data sees it."""

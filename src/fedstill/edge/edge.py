@@ -114,6 +114,8 @@ class Edge:
             else:
                 self._trained(slot, order.round)
             report = {**_report(done), "samples": float(done.samples)}
+            if self.trainer.bench.task.private is not None:
+                report["loss"] = 0.0  # it is not protected, so it is not sent
             if order.watch:
                 (hits,) = self.trainer.score("test", [(slot, done.local["trained"])])
                 tests = self.trainer.bench.data.part("test").sizes[slot]
@@ -217,7 +219,9 @@ class Edge:
         if key not in self._tuners:
             method = FineTune(made_by=self.methods[order.run], epochs=order.epochs, subset=order.subset)
             method.phases(self.trainer.bench.task)  # refuses a head that the model does not have
-            self._tuners[key] = self.trainer.over(dataclasses.replace(self.trainer.bench, method=method))
+            bench = self.trainer.bench  # what is tuned stays here, so it is trained without noise
+            task = dataclasses.replace(bench.task, private=None)
+            self._tuners[key] = self.trainer.over(dataclasses.replace(bench, method=method, task=task))
         return self._tuners[key]
 
     # ---- what is kept ------------------------------------------------------------------------------------------------

@@ -188,6 +188,10 @@ class Bench:
         lr = t.lr if phase.lr is None else phase.lr
         return SGD(lr, momentum, t.nesterov and momentum > 0, t.weight_decay)
 
+    def private(self, phase: Phase) -> bool:
+        """Return whether a phase is trained by DP-SGD: what goes up comes from phases of "params"."""
+        return self.task.private is not None and phase.model == "params"
+
     def moving(self, phase: Phase) -> tuple[list[str], list[str]]:
         """Return the names of the parameters and of the buffers that a phase may change."""
         chosen = set(self.task.net.names) if phase.moves is None else phase.moves

@@ -46,20 +46,20 @@ class One:
 
 def _train(bench: Bench, round: int, work: Work, perceptron: Perceptron | None) -> Done:
     method, task = bench.method, bench.home(round, work.client, work.last)
-    phases = [(phase, bench.length(work, epochs)) for _, phase, epochs in bench.part(work.part, round)]
-    steps = sum(count for _, count in phases)
+    phases = [(number, phase, bench.length(work, epochs)) for number, phase, epochs in bench.part(work.part, round)]
+    steps = sum(count for _, _, count in phases)
     x, y = task.here().x, task.here().y
     memory = tree.fit_rows(work.memory, method.per_sample, len(y))
     local, arguments = work.local if work.part == "idle" else {}, versions(down=work.down, memory=memory)
     if not local:
         with torch.no_grad():
             local = method.begin(task, work.down, memory)
-        check_begun(method, [phase.model for phase, _ in phases if method.step is None], local)
+        check_begun(method, [phase.model for _, phase, _ in phases if method.step is None], local)
         check_unchanged(method, "begin", arguments)
     total = torch.zeros((), dtype=x.dtype, device=x.device)
-    for phase, count in phases:
+    for number, phase, count in phases:
         before = versions(local=local)
-        local = run_phase(bench, task, round, work.client, local, phase, count, total, perceptron)
+        local = run_phase(bench, task, round, work.client, local, phase, count, total, perceptron, number)
         check_unchanged(method, "loss" if method.step is None else "step", before)
     arguments += versions(local=local)
     up, memory = _finish(method, task, work.down, memory, local)
@@ -85,10 +85,11 @@ def run_phase(
     steps: int,
     total: Tensor,
     perceptron: Perceptron | None,
+    number: int = 0,
 ) -> Tree:
-    """Train one phase of one client for so many steps; add every step's loss to `total`."""
+    """Train one phase (`number` among the method's) of one client for so many steps; add every step's loss to `total`."""
     method, net = bench.method, task.net
-    step = Step(method, task, phase.loss or method.loss)
+    step = Step(method, task, phase.loss or method.loss, phase.model != "params")
     if method.step is not None:
         for batch in _batches(bench, round, client, steps):
             local, loss = step.own(local, batch)
@@ -117,11 +118,12 @@ def run_phase(
     state = sgd.init(values)
     per_epoch = bench.plan.steps(len(task.here().y), 1)
     before = tree.clone(params) if phase.after_epoch is not None else params
-    for number, batch in enumerate(_batches(bench, round, client, steps), start=1):
+    drawn = _private_batches(bench, round, number, client, steps) if bench.private(phase) else None
+    for count, batch in enumerate(drawn or _batches(bench, round, client, steps), start=1):
         grads, loss, _ = step.gradient(by_autograd, weights, buffers, fixed, local, batch)
         sgd.update(values, [grads[name] for name in names], state)
         total += loss
-        if phase.after_epoch is not None and number % per_epoch == 0:
+        if phase.after_epoch is not None and count % per_epoch == 0:
             with torch.no_grad():
                 for name, value in phase.after_epoch(task, before, params).items():
                     params[name].copy_(value)
@@ -143,6 +145,15 @@ def _batches(bench: Bench, round: int, client: int, steps: int) -> Iterator[Batc
             rows = slice(first, first + size)
             yield Batch(xs[rows], ys[rows], index[rows], keys[step])
             step += 1
+
+
+def _private_batches(bench: Bench, round: int, phase: int, client: int, steps: int) -> Iterator[Batch]:
+    """Yield the batches of a phase of DP-SGD; of a batch without samples nothing but its noise is left."""
+    x, y = bench.data.train.of(client)
+    drawn, noise = bench.plan.private(round, phase, client, len(y), steps)
+    for rows, key in zip(drawn, put(noise, x.device), strict=True):
+        index = put(rows if len(rows) else [0], x.device)
+        yield Batch(x[index], y[index], index, key, None if len(rows) else x.new_zeros(1))
 
 
 def _orders(bench: Bench, round: int, client: int, steps: int) -> Iterator[Tensor]:

@@ -21,6 +21,8 @@ Way: TypeAlias = Literal["plain", "traced", "compiled"]
 
 def way_of(bench: Bench, compile: CompileName, fast: bool) -> Way:
     """Return how steps run: on a CPU one by one from Python, on a GPU traced; compiled where it was asked for or will pay."""
+    if bench.task.private is not None:  # its batches have another size in each step
+        return "plain"
     if not fast or (bench.net.device.type != "cuda" and compile not in ("on", "traced")):
         return "plain"
     sizes = bench.data.train.sizes

@@ -22,7 +22,7 @@ from torch.func import vmap
 from ..core import tree
 from ..core.errors import InputError, Shown
 from ..core.method import Phase
-from ..core.plan import ragged_tables
+from ..core.plan import Tables, private_tables, ragged_tables
 from ..core.tree import Params, Tree, put
 from .bench import Bench, Done, Store, TooMany, Work, results_of
 from .hooks import calls
@@ -292,7 +292,9 @@ class Cohort:
     def run(self, number: int, phase: Phase, epochs: int, local: Tree) -> Tree:
         """Train a phase step by step."""
         names, rows, before_it = self.moving(phase, local), self.state(phase, local), versions(local=local)
-        step = StackStep(self.view, number, names, self.bench.sgd(phase), shared_loss(self.bench, phase))
+        step = StackStep(
+            self.view, number, names, self.bench.sgd(phase), shared_loss(self.bench, phase), phase.model != "params"
+        )
         rows |= {name: tree.clone(rows[name]) for name in ("weights", "buffers") if name in rows}
         rows["momentum"] = tree.zeros(rows.get("momentum", {}))
         if self.bench.method.step is not None:
@@ -301,7 +303,7 @@ class Cohort:
         before = tree.clone({**rows["weights"], **rows["buffers"]}) if smooths else {}
         per_epoch = put([self.bench.plan.steps(n, 1) for n in self.sizes], self.device)
         now, shown = rows, len(self.works)
-        for count, (active, batch) in enumerate(self._batches(epochs), start=1):
+        for count, (active, batch) in enumerate(self._batches(number, phase, epochs), start=1):
             head = rows_of(active)
             if active != shown:
                 now, shown = tree.map(head, rows), active
@@ -376,6 +378,9 @@ class Cohort:
             drawn = ragged_tables(self.bench.plan, self.round, self.clients, self.sizes, self.steps, width, self.device)
         else:
             drawn = self.bench.plan.tables(round, self.clients, self.sizes, epochs, width, self.device)
+        return self._placed(drawn)
+
+    def _placed(self, drawn: Tables) -> dict[str, Tensor]:
         starts = put([self.bench.data.train.starts[k] for k in self.clients], self.device)
         return {
             "rows": drawn.index + starts[:, None],
@@ -384,10 +389,15 @@ class Cohort:
             "key": drawn.key,
         }
 
-    def _batches(self, epochs: int) -> Iterator[tuple[int, Tree]]:
+    def _private_tables(self, number: int, epochs: int) -> dict[str, Tensor]:
+        plan, lengths = self.bench.plan, self.lengths(epochs)
+        drawn = private_tables(plan, self.round, number, self.clients, self.sizes, lengths, self.device)
+        return self._placed(drawn)
+
+    def _batches(self, number: int, phase: Phase, epochs: int) -> Iterator[tuple[int, Tree]]:
         """Yield for each step how many clients still train, and their batches, padded to one width."""
         width = min(self.bench.plan.batch_size, max(self.sizes))
-        tables = self.tables(epochs, width)
+        tables = self._private_tables(number, epochs) if self.bench.private(phase) else self.tables(epochs, width)
         full = tables["mask"].all(2).cpu().numpy()
         for s, active in enumerate(each_step(self.lengths(epochs))):
             rows = tables["rows"][s, :active]

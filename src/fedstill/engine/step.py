@@ -22,8 +22,9 @@ from ..core.batch import Batch
 from ..core.errors import InputError, TrainingError
 from ..core.method import Loss, Method, Phase
 from ..core.optim import SGD
-from ..core.task import Site, Task
+from ..core.task import SampleNoise, Site, Task
 from ..core.tree import Params, Tree
+from . import private
 from .bench import Bench
 from .hooks import calls, explanation
 
@@ -38,6 +39,7 @@ class Step:
     method: Method
     task: Task
     loss: Loss
+    stays: bool = False  # whether it trains a model that stays at the client, which needs no DP-SGD
 
     def gradient(
         self, differentiate: Differentiate, weights: Params, buffers: Params, fixed: Params, local: Tree, batch: Batch
@@ -51,10 +53,24 @@ class Step:
             params = {**fixed, **weights, **buffers}
             return self.loss(self.task, params, local, batch), {name: params[name] for name in buffers}
 
-        grads, (loss, buffers) = differentiate(objective, weights, buffers)
+        if self.task.private is not None and weights and not self.stays:
+            grads, loss = self.private(self.task.private, weights, buffers, fixed, local, batch)
+        else:
+            grads, (loss, buffers) = differentiate(objective, weights, buffers)
         if weights and type(self.method).correct is not Method.correct:
             grads = self.corrected(local, grads)
         return grads, loss.detach(), buffers
+
+    @calls("loss")
+    def private(
+        self, noise: SampleNoise, weights: Params, buffers: Params, fixed: Params, local: Tree, batch: Batch
+    ) -> tuple[Params, Tensor]:
+        """Return the gradient of DP-SGD, and the loss. Models with buffers are refused before: they mix samples."""
+
+        def loss(weights: Params, batch: Batch) -> Tensor:
+            return self.loss(self.task, {**fixed, **weights, **buffers}, local, batch)
+
+        return private.gradient(noise, self.task, loss, weights, batch)
 
     @calls("correct")
     def corrected(self, local: Tree, grads: Params) -> Params:
@@ -66,6 +82,8 @@ class Step:
     def own(self, local: Tree, batch: Batch) -> tuple[Tree, Tensor]:
         """Take the whole step of a method that brings its own: return the new `local` and the loss."""
         assert self.method.step is not None
+        if self.task.private is not None:
+            raise RuntimeError(f"{type(self.method).__name__}.step() has no DP-SGD")
         local, loss = self.method.step(self.task, local, batch)
         return local, loss.detach()
 
@@ -165,6 +183,7 @@ class StackStep:
     loss: Loss | None = (
         None  # None: clients differ in the method's fields, and each asks its own method for the phase's loss
     )
+    stays: bool = False  # whether the phase trains a model that stays at the client
 
     def __call__(self, rows: Tree, batch: Tree, x: Any, y: Tensor, live: Tensor | None = None) -> None:
         """Take one step of all rows on their batches; rows that are not `live` keep their values."""
@@ -175,7 +194,7 @@ class StackStep:
             loss = self.loss
             if loss is None and own.step is None:
                 loss = own.phases(task)[self.number].loss
-            return Step(own, task, loss or own.loss)
+            return Step(own, task, loss or own.loss, self.stays)
 
         def own_step(site: Tree, local: Tree, b: Tree) -> tuple[Tree, Tensor]:
             return step(site).own(local, Batch(**b))

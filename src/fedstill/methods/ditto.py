@@ -34,6 +34,7 @@ class Ditto(FedAvg):
 
     id: ClassVar[str] = "ditto"
     paper: ClassVar[str] = "Li et al., ICML 2021"
+    noisy_steps: ClassVar[bool] = True
     scores: ClassVar[tuple[str, ...]] = ("personal", "generic")
     wait_free: ClassVar[bool] = True
 

@@ -39,6 +39,7 @@ class FedAvg(Method):
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
     averages: ClassVar[bool] = True
     noisy_mean: ClassVar[bool] = True
+    noisy_steps: ClassVar[bool] = True
     plain_loss: ClassVar[bool] = True
 
     mean: Literal["weighted", "uniform"] = setting("weighted", "weigh clients by their samples, or all alike")

@@ -34,6 +34,7 @@ class FedBABU(FedAvg):
 
     id: ClassVar[str] = "fedbabu"
     paper: ClassVar[str] = "Oh et al., ICLR 2022"
+    noisy_steps: ClassVar[bool] = True
     scores: ClassVar[tuple[str, ...]] = ("personal", "generic")
     needs_head: ClassVar[bool] = True
     trains_generic: ClassVar[bool] = False  # nobody trains its head

@@ -39,6 +39,7 @@ class FedDyn(FedAvg, mean="uniform"):
 
     id: ClassVar[str] = "feddyn"
     paper: ClassVar[str] = "Acar et al., ICLR 2021"
+    noisy_steps: ClassVar[bool] = True
     coupled: ClassVar[frozenset[str]] = frozenset({"g"})  # h is the mean of all g_k
 
     alpha: float = setting(0.01, "α, weight of the regulariser", above=0)

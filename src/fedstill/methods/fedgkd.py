@@ -38,6 +38,7 @@ class FedGKD(FedAvg):
     paper: ClassVar[str] = "Yao et al., 2021"
     averages: ClassVar[bool] = True
     noisy_mean: ClassVar[bool] = True
+    noisy_steps: ClassVar[bool] = True
 
     gamma: float = setting(0.2, "γ; γ/2 is the weight of the distillation", least=0)
     m: int = setting(5, "M, how many global models make the teacher", least=1)

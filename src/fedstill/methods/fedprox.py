@@ -29,6 +29,7 @@ class FedProx(FedAvg):
 
     id: ClassVar[str] = "fedprox"
     paper: ClassVar[str] = "Li et al., MLSys 2020"
+    noisy_steps: ClassVar[bool] = True
 
     mu: float = setting(0.01, "weight of the proximal term", least=0)
 

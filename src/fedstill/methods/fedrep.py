@@ -28,6 +28,7 @@ class FedRep(PartialFedAvg):
 
     id: ClassVar[str] = "fedrep"
     paper: ClassVar[str] = "Collins et al., ICML 2021"
+    noisy_steps: ClassVar[bool] = True
     needs_head: ClassVar[bool] = True
 
     head_epochs: int = setting(10, "E_h, epochs of the head phase", least=0)

@@ -16,6 +16,7 @@ class PartialFedAvg(FedAvg):
 
     id: ClassVar[str] = ""  # a base of methods, none itself
     scores: ClassVar[tuple[str, ...]] = ("personal",)  # nobody trains the private entries for everybody
+    noisy_steps: ClassVar[bool] = True
 
     def shared(self, task: Task, params: Params) -> Params:
         """Return the entries that travel."""

@@ -87,6 +87,7 @@ class PFedSD(SelfDistillation):
     per_sample: ClassVar[frozenset[str]] = frozenset({"logits"})
     averages: ClassVar[bool] = True
     noisy_mean: ClassVar[bool] = True
+    noisy_steps: ClassVar[bool] = True
 
     teacher: Literal["model", "predictions"] = setting("model", "run the past model, or keep its predictions")
     regulariser: Literal["kl", "mse", "l2", "ewc"] = setting("kl", "how the past model holds the new one (Table 9)")
@@ -99,6 +100,13 @@ class PFedSD(SelfDistillation):
             raise InputError(
                 "teacher", "predictions", "'model' with stateless: predictions on a client's data stay there"
             )
+
+    def check(self, task: Task) -> None:
+        """Refuse a Fisher diagonal of samples that DP-SGD should protect: it shapes what goes up later."""
+        super().check(task)
+        if task.private is not None and self.regulariser == "ewc":
+            right = "'kl', 'mse' or 'l2' with privacy 'local', which does not cover the Fisher diagonal"
+            raise InputError("regulariser", self.regulariser, right)
 
     def init_client(self, task: Task, params: Params) -> Tree:
         """v_k = w⁰, and what goes with it; nothing where the server keeps v_k."""

@@ -31,6 +31,7 @@ class SCAFFOLD(FedAvg, mean="uniform"):
 
     id: ClassVar[str] = "scaffold"
     paper: ClassVar[str] = "Karimireddy et al., ICML 2020"
+    noisy_steps: ClassVar[bool] = True
     coupled: ClassVar[frozenset[str]] = frozenset({"c"})  # c is the mean of all c_k
 
     server_lr: float = setting(1.0, "η_g, the server's step", above=0)

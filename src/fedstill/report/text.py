@@ -282,7 +282,7 @@ def protected(run: Run) -> bool:
 def privacy_lines(groups: Mapping[str, Sequence[Run]]) -> list[str]:
     """Say what ε covers, and what publishing the rest would mean."""
     runs = {label: seeds[0] for label, seeds in groups.items() if protected(seeds[0])}
-    lines = [f"ε of {label}: {privacy.words(run.method, run.training)}" for label, run in runs.items()]
+    lines = [f"ε of {label}: {privacy.words(run.method, run.task, run.training)}" for label, run in runs.items()]
     return (
         [*lines, "ε: of one run's uploads; accuracies, losses and choosing among runs are not covered"] if lines else []
     )

@@ -20,6 +20,7 @@ from ..core import settings, tree
 from ..core.errors import InputError, Shown, check_callable, check_path
 from ..core.method import Method
 from ..core.plan import Plan
+from ..core.protection import POISONS
 from ..core.task import Task
 from ..data import Federation
 from ..server import average, privacy
@@ -64,12 +65,21 @@ def check(method: Method, task: Task, training: Training) -> None:
 
 
 def check_private_rounds(task: Task, training: Training, cohort: int) -> None:
-    """Refuse what does not go with privacy by noise at the server, whose ε assumes that clients are alike and independent."""
+    """Refuse rounds that reveal more than ε says. Noise at the server assumes that clients are alike and independent."""
     kind = f"with privacy {training.privacy!r}"
-    if task.average is not tree.mean:
-        raise InputError(
-            "average", training.average, f"the mean {kind}: how far one client moves another rule is not known"
-        )
+    if training.sampler == "power-of-choice":
+        raise InputError("sampler", training.sampler, f"another {kind}: clients' losses are not protected")
+    training.require_defaults(("forgetting",), f"{kind}: scores in the replies are not protected")
+    if training.privacy == "local":
+        if training.average == "fltrust":
+            raise InputError("average", "fltrust", f"another {kind}: the server would own samples as they are")
+        return
+    if training.average != "mean" or task.average is not tree.mean:
+        right = f"'mean' {kind}: how far one client moves another rule is not known"
+        raise InputError("average", training.average, right)
+    if training.attack not in ("none", *POISONS):
+        right = f"none, {' or '.join(POISONS)} {kind}: forged uploads follow from other clients' uploads"
+        raise InputError("attack", training.attack, right)
     if cohort < task.clients and training.sampler != "poisson":
         right = f"'poisson' {kind} and participation below 1: ε is that of clients who take part independently"
         raise InputError("sampler", training.sampler, right)

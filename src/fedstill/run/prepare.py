@@ -24,6 +24,7 @@ from ..engine.trainer import Trainer
 from ..nn.net import Net
 from ..nn.split import by_head
 from ..scores.external import with_external
+from ..server import privacy
 from ..server.attack import Attack
 from ..server.average import rule_of
 from ..server.sampler import count
@@ -146,6 +147,7 @@ def prepare(
         nesterov=training.nesterov,
         weight_decay=training.weight_decay,
         seed=training.seed,
+        private=privacy.sample_noise(training, training.batch_size),
         average=average or rule_of(training),
     )
     legal.check(method, task, training)
@@ -153,6 +155,8 @@ def prepare(
     plan = Plan(training.seed, training.batch_size)
     bench = Bench(method, task, JointPlan((plan,), len(federation)), join([manager]))
     together = count(task.clients, training.participation)
+    if training.privacy == "local":
+        privacy.check_samples(bench, training, together)
     devices = None
     if training.profile:
         devices = clock.Devices.of(

@@ -209,7 +209,7 @@ def _coordinator(
         gate=Gate.of(training, sim.method, sim.data.train.sizes),
         aggregator=Aggregator(0 if training.privacy == "central" else training.minimum, rule),
         average=sim.trust or privacy.noisy_mean(sim.method, sim.task, training, per_round),
-        spend=privacy.ledger(training),
+        spend=privacy.ledger(training, sim.trainer.bench),
         common=None if sim.data.common is None else functools.partial(sim.common_accuracy, trainer),
         away=frozenset(sim.newcomers),
         watch=scores.forgetting if training.forgetting else None,

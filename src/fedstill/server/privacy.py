@@ -24,8 +24,9 @@ from ..core import plan, tree
 from ..core.errors import InputError, Shown, TrainingError
 from ..core.method import Method
 from ..core.protection import Privacy
-from ..core.task import Average, Task
+from ..core.task import Average, SampleNoise, Task
 from ..core.tree import Tree
+from ..engine.bench import Bench
 from .gate import example_upload
 
 AccountantName: TypeAlias = Literal["rdp", "pld"]
@@ -151,22 +152,50 @@ def uploaded(method: Method, task: Task) -> Tree:
 class Ledger:
     """Counts what a run's uploads have spent, from its records alone, and stops the run before it spends more than its budget.
 
-    A record has `spent`, the rounds so far at each sampling rate, and their `epsilon`.
+    A record has `spent` and `epsilon`. Where the server adds noise, `spent` is the rounds so far at each sampling rate. Where
+    clients do (`bench` is given), it is the steps so far of each client that was asked, whatever came of it; `epsilon` is then
+    the most of any client, and `epsilon_clients` each one's.
     """
 
     settings: Privacy
+    bench: Bench | None = None
 
     def __call__(self, history: Sequence[Mapping[str, Any]], cohort: Sequence[int], share: float) -> dict[str, Any]:
         """Return the entries of the next round's record; refuse the round where they exceed the budget or cannot be known."""
-        before, rate = spent_so_far(history), str(min(1.0, share))
-        spent = {**before, rate: before.get(rate, 0) + 1}
-        return {"spent": spent, "epsilon": self.allowed(len(history) + 1, self.epsilon(spent))}
+        spent, round = spent_so_far(history), len(history) + 1
+        steps = {str(min(1.0, share)): 1} if self.bench is None else self.steps(round, cohort)
+        for unit, count in steps.items():
+            spent[unit] = spent.get(unit, 0) + count
+        if self.bench is None:
+            return {"spent": spent, "epsilon": self.allowed(round, self.of_rounds(spent))}
+        each = self.of_clients(spent)
+        return {
+            "spent": spent,
+            "epsilon": self.allowed(round, max(each.values(), default=0.0)),
+            "epsilon_clients": each,
+        }
 
-    def epsilon(self, spent: Mapping[str, int]) -> float:
-        """Return ε of so many rounds at each rate."""
+    def steps(self, round: int, clients: Sequence[int]) -> dict[str, int]:
+        """Return how many steps of DP-SGD clients take in a round."""
+        assert self.bench is not None
+        bench, sizes = self.bench, self.bench.data.train.sizes
+        lengths = [epochs for phase, epochs in bench.phases(round) if bench.private(phase)]
+        return {str(k): sum(bench.plan.steps(sizes[k], epochs) for epochs in lengths) for k in clients}
+
+    def of_rounds(self, spent: Mapping[str, int]) -> float:
+        """Return ε of so many rounds at each sampling rate."""
+        return self.epsilon({float(rate): count for rate, count in spent.items()})
+
+    def of_clients(self, spent: Mapping[str, int]) -> dict[str, float]:
+        """Return ε of each client's steps."""
+        assert self.bench is not None
+        sizes, b = self.bench.data.train.sizes, self.bench.plan.batch_size
+        return {k: self.epsilon({min(b, sizes[int(k)]) / sizes[int(k)]: count}) for k, count in spent.items()}
+
+    def epsilon(self, spent: Spent) -> float:
+        """Return ε of so many steps at each rate, with the run's noise."""
         s = self.settings
-        counts = {float(rate): count for rate, count in spent.items()}
-        return epsilon(counts, s.noise_multiplier, s.privacy_delta, s.accountant)
+        return epsilon(spent, s.noise_multiplier, s.privacy_delta, s.accountant)
 
     def allowed(self, round: int, epsilon: float) -> float:
         """Return ε, where it is a number within the budget; else the round does not begin."""
@@ -176,6 +205,14 @@ class Ledger:
                 f"round {round}: the privacy budget is spent: ε would be {epsilon:.4g}, above {limit:g}. Nothing was sent"
             )
         return epsilon
+
+    def affordable(self, rounds: int, total: Callable[[int], float]) -> None:
+        """Refuse a budget that these rounds exceed, given what each number of rounds costs in all."""
+        budget = self.settings.privacy_budget
+        if budget and total(rounds) > budget:
+            fits = bisect.bisect_right(range(1, rounds + 1), budget, key=total)
+            right = f"at least {total(rounds):.4g}, the ε of {rounds} rounds (it allows {fits}), or more noise"
+            raise InputError("privacy_budget", budget, right)
 
 
 def spent_so_far(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -188,25 +225,43 @@ def spent_so_far(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return dict(history[-1]["spent"]) if history else {}
 
 
-def ledger(settings: Privacy) -> Ledger | None:
+def ledger(settings: Privacy, bench: Bench) -> Ledger | None:
     """Return what counts a run's privacy, where it has any."""
-    return None if settings.privacy == "off" else Ledger(settings)
+    if settings.privacy == "off":
+        return None
+    return Ledger(settings, bench if settings.privacy == "local" else None)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
+def sample_noise(settings: Privacy, batch_size: int) -> SampleNoise | None:
+    """Return what clients do in each step, where they protect their samples."""
+    if settings.privacy != "local":
+        return None
+    return SampleNoise(settings.clip_norm, settings.noise_multiplier, batch_size)
+
+
 def check(method: Method, task: Task, settings: Privacy, cohort: int) -> None:
     """Refuse a method or a model that the analysis does not cover, a run without the package that computes ε, and one whose
     rounds, with `cohort` clients on average, cost more than its budget.
     """
     accounting(settings.privacy)
     name, kind = method.id or type(method).__name__, f"with privacy {settings.privacy!r}"
+    if settings.privacy == "local":
+        if not method.noisy_steps:
+            right = (
+                f"one whose uploads follow from gradients of samples alone {kind}, as fedavg ({name} does not say so)"
+            )
+            raise InputError("method", name, right)
+        if task.net.buffers:
+            right = f"without layers as BatchNorm, which mix samples, {kind}: GroupNorm"
+            raise InputError("model", Shown(task.net.buffers[0]), right)
+        return
     if not method.noisy_mean:
-        right = f"one whose clients' uploads are only averaged {kind}, as fedavg ({name} does not say so: `noisy_mean`)"
+        right = f"one whose clients' uploads are only averaged {kind}, as fedavg ({name} does not say so)"
         raise InputError("method", name, right)
     if getattr(method, "mean", "uniform") != "uniform":
-        raise InputError(
-            "mean", getattr(method, "mean", ""), f"'uniform' {kind}: no client may weigh more than another"
-        )
+        right = f"'uniform' {kind}: no client may weigh more than another"
+        raise InputError("mean", getattr(method, "mean", ""), right)
     example = uploaded(method, task)
     if set(example) != {"params"}:
         more = ", ".join(sorted(set(example) - {"params"}))
@@ -214,22 +269,42 @@ def check(method: Method, task: Task, settings: Privacy, cohort: int) -> None:
     still = [entry for entry in example["params"] if entry not in task.net.parameters]
     if still:
         raise InputError("model", Shown(still[0]), f"without statistics such as BatchNorm's {kind}: use GroupNorm")
-    ledger, rate = Ledger(settings), str(cohort / task.clients)
-    total = ledger.epsilon({rate: task.rounds})
-    if settings.privacy_budget and total > settings.privacy_budget:
-        fits = bisect.bisect_right(
-            range(1, task.rounds + 1), settings.privacy_budget, key=lambda n: ledger.epsilon({rate: n})
-        )
-        right = f"at least {total:.4g}, the ε of {task.rounds} rounds (it allows {fits}), or more noise"
-        raise InputError("privacy_budget", settings.privacy_budget, right)
+    ledger = Ledger(settings)
+    ledger.affordable(task.rounds, lambda rounds: ledger.of_rounds({str(cohort / task.clients): rounds}))
 
 
-def words(method: Method, settings: Privacy) -> str:
+def check_samples(bench: Bench, settings: Privacy, cohort: int) -> None:
+    """Refuse DP-SGD with a δ that means nothing for the largest client, or a budget below what all rounds cost for sure."""
+    sizes, task = bench.data.train.sizes, bench.task
+    if settings.privacy_delta * max(sizes) >= 1:
+        right = f"below 1/{max(sizes)}, one by the samples of the largest client"
+        raise InputError("privacy_delta", settings.privacy_delta, right)
+    ledger, everyone = Ledger(settings, bench), range(len(sizes))
+    if cohort < task.clients:
+        return  # who is asked how often is not known before
+
+    def total(rounds: int) -> float:
+        spent = dict.fromkeys(map(str, everyone), 0)
+        for t in range(1, rounds + 1):
+            spent = {k: spent[k] + count for k, count in ledger.steps(t, everyone).items()}
+        return max(ledger.of_clients(spent).values())
+
+    ledger.affordable(task.rounds, total)
+
+
+def words(method: Method, task: Task, settings: Privacy) -> str:
     """Describe a run's protection in one line, and what it does not cover."""
-    line = (
-        f"each client's changes (central: clipped to {settings.clip_norm:g}, noise × {settings.noise_multiplier:g} at the "
-        f"server), at δ {settings.privacy_delta:g}, by {settings.accountant.upper()}"
+    clip, noise = f"{settings.clip_norm:g}", f"noise × {settings.noise_multiplier:g}"
+    local = settings.privacy == "local"
+    what = (
+        f"each sample (local: its gradients clipped to {clip}, {noise} in each step; the most of any client)"
+        if local
+        else f"each client's changes (central: clipped to {clip}, {noise} at the server)"
     )
-    if "personal" in method.scores:
-        line += "; personal models stay home and spend nothing: to publish one would reveal its client's data, without a bound"
-    return line
+    line = f"{what}, at δ {settings.privacy_delta:g}, by {settings.accountant.upper()}"
+    if "personal" not in method.scores:
+        return line
+    phases = method.phases(dataclasses.replace(task, round=1))
+    if local and all(phase.model == "params" for phase in phases):
+        return f"{line}; personal models stay home; the same steps trained them, so ε holds for them too"
+    return f"{line}; personal models stay home and spend nothing: to publish one would reveal its data, without a bound"
