@@ -345,7 +345,7 @@ REFUSED: list[tuple[fs.Method, dict[str, Any], str]] = [
     (fs.FedAvg(), {"model": Normed}, "model = bn.running_mean: should be without layers as BatchNorm"),
     (fs.FedAvg(), {"privacy_delta": 0.1}, "privacy_delta = 0.1: should be below 1/13"),
     (fs.FedAvg(), {"sampler": "power-of-choice"}, "sampler = 'power-of-choice': should be another"),
-    (fs.FedAvg(), {"average": "fltrust"}, "average = 'fltrust': should be another"),
+    (fs.FedAvg(), {"average": "fltrust", "root_samples": 5}, "average = 'fltrust': should be another"),
     (fs.FedAvg(), {"forgetting": True}, "forgetting = True: should be False"),
     (
         fs.FedAvg(),
