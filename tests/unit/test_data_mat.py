@@ -154,7 +154,7 @@ def test_broken_files_are_refused(tmp_path):
         assert bad != data
         path.write_bytes(head() + bad)
         refused(path, says, ["X"])
-    refused(tmp_path, "a readable file")
+    refused(tmp_path, "not a folder")
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -178,7 +178,7 @@ def test_broken_domainnet_is_refused(domainnet):
         ("sketch/bird/sketch_0.png 0", "real/CLASS/FILE"),
         ("real/../x.png 0", "within"),
         ("real/axe/real_0.png 0", "of class bird, as label 0 is elsewhere"),
-        ("real/bird/none.png 0", "none.png.*a readable image"),
+        ("real/bird/none.png 0", "none.png.*a file that exists"),
         ("", "at least one image"),
     ):
         path.write_text(line + "\n")
@@ -329,7 +329,7 @@ def test_flickr_workers_are_drawn_once_and_for_all(tmp_path):
         ("worker, imagePair, score\nA,f1.png,2.5\n", "a score from 1 to 5"),
         ("worker, imagePair, score\nA,../f1.png,3\n", "within"),
         ("worker, imagePair, score\nA,/f1.png,3\n", "within"),
-        ("worker, imagePair, score\nA,f2.png,3\n", "f2.png.*a readable image"),
+        ("worker, imagePair, score\nA,f2.png,3\n", "f2.png.*a file that exists"),
     ],
 )
 def test_broken_flickr_is_refused(tmp_path, text, says):
@@ -405,7 +405,7 @@ def test_broken_inaturalist_is_refused(inaturalist):
         ({"images": None}, "images, categories and annotations"),
         ({"images": [{"id": "11", "file_name": "a.png"}]}, r"images\[0\].*id \(int\) and file_name"),
         ({"images": [{"id": 11, "file_name": "../a.png"}]}, "within"),
-        ({"images": [{"id": 11, "file_name": "train_val_images/a.png"}]}, "a.png.*a readable image"),
+        ({"images": [{"id": 11, "file_name": "train_val_images/a.png"}]}, "a.png.*a file that exists"),
         ({"categories": [{"id": 9, "name": "Apis"}]}, r"categories\[0\]"),
         ({"categories": [{"id": 9, "name": "Apis", "supercategory": "Insecta"}]}, "the id of a category"),
         ({"annotations": annotations}, "an image that has an annotation"),

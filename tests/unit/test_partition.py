@@ -295,9 +295,9 @@ def test_file_partition_must_fit(saved):
         ({"indices": [[0, 1, -1], [2, 3]]}, "below 6"),
         ({"indices": [[0, 1, 5]]}, "2 index lists"),
         ({"indices": [[0, 1, "5"], [2, 3]]}, "whole numbers"),
-        ({"indices": 3}, "field indices"),
-        ({"hash": None}, "field hash"),
-        ({"samples": True}, "field samples"),
+        ({"indices": 3}, "field 'indices'"),
+        ({"hash": None}, "field 'hash'"),
+        ({"samples": True}, "field 'samples'"),
         ({"format": 2}, "format 1"),
     ],
 )
@@ -315,7 +315,7 @@ def test_unreadable_record_is_refused(saved, tmp_path):
     with pytest.raises(InputError, match=r"a whole partition\.json"):
         load_record(path)
     path.write_text("[]")
-    with pytest.raises(InputError, match="format 1"):
+    with pytest.raises(InputError, match="a JSON object"):
         load_record(path)
-    with pytest.raises(InputError, match="No such file"):
+    with pytest.raises(InputError, match="a file that exists"):
         load_record(tmp_path / "none.json")

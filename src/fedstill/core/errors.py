@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import unicodedata
 from collections.abc import Iterable
 
 
@@ -54,6 +55,15 @@ def printable(text: str) -> str:
     return "".join(
         c if c.isprintable() else " " if c.isspace() else c.encode("unicode_escape").decode("ascii") for c in text
     )
+
+
+def can_be_shown(text: str) -> bool:
+    """Return whether a text has only characters that a terminal shows, spaces of any kind included.
+
+    >>> can_be_shown("ein Name"), can_be_shown("a\\tb"), can_be_shown("\\ud800")
+    (True, False, False)
+    """
+    return text.isprintable() or all(c.isprintable() or unicodedata.category(c) == "Zs" for c in text)
 
 
 class TrainingError(RuntimeError):

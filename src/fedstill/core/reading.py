@@ -75,8 +75,8 @@ def open_regular(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         raise Unreadable("a file, not a folder") from None
     except OSError as error:
         raise Unreadable(f"a readable file ({error.strerror or type(error).__name__})") from None
-    except ValueError:  # a null byte
-        raise Unreadable("a path without null bytes") from None
+    except ValueError:  # a null byte, half of a pair
+        raise Unreadable("a path that the system can take") from None
     with file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise Unreadable("a regular file, not a pipe, socket or device")
@@ -132,7 +132,7 @@ def parse_json(text: str | bytes, depth: int = DEPTH) -> Any:
                 raise Unreadable(f"JSON that is at most {depth} brackets deep")
     try:
         value = json.loads(
-            text, object_pairs_hook=_unique, parse_int=_whole, parse_float=_real, parse_constant=_constant
+            text, object_pairs_hook=unique, parse_int=_whole, parse_float=_real, parse_constant=refuse_constant
         )
         if "\\u" in text:  # half of a pair, "\\ud800", could be neither written nor shown
             json.dumps(value, ensure_ascii=False).encode()
@@ -252,7 +252,8 @@ def _decoded(raw: bytes) -> str:
         raise Unreadable("a text that fits into memory") from None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; refuse one that has a key twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
         seen: set[str] = set()
@@ -281,7 +282,8 @@ def _float(digits: str) -> float:
     return float(digits)
 
 
-def _constant(name: str) -> float:
+def refuse_constant(name: str) -> float:
+    """Refuse NaN and Infinity in JSON."""
     raise Unreadable(f"JSON without {name}")
 
 
@@ -297,7 +299,7 @@ def _check_table(value: Any, level: int = 0) -> None:
 
 
 def described(value: object) -> str:
-    """Return a value in a few words."""
+    """Return a value in a few words, whatever it is."""
     if isinstance(value, str):
         return f"the text {value!r}" if len(value) <= 40 else f"a text of {len(value):,} characters"
     if value is None or isinstance(value, bool):

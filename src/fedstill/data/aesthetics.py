@@ -22,7 +22,7 @@ import numpy as np
 from ..core.errors import InputError, Shown
 from .dataset import Dataset, dataset
 from .draw import generator
-from .files import read_bytes, wrong
+from .files import read_text, wrong
 from .images import choose, decode, folders_in, images_in, inside
 
 RATINGS = "FLICKR-AES_image_labeled_by_each_worker.csv"
@@ -67,7 +67,7 @@ def _build(name: str, folder: Path, ratings: Ratings, size: int | None) -> Datas
     return dataset(
         name,
         str(folder),
-        decode([path for path, _, _ in samples], size, colour=True),
+        decode([path for path, _, _ in samples], size, folder, colour=True),
         np.array([label for _, label, _ in samples]),
         None,
         len(SCORES),
@@ -91,10 +91,10 @@ def _draw_workers(name: str, ratings: Ratings, workers: int) -> list[str]:
 
 def _read_ratings(path: Path, images: Path) -> Ratings:
     """Read the published file of workers, images and scores."""
+    text = read_text(path, "utf-8-sig")
     try:
-        text = read_bytes(path).decode("utf-8-sig")
         rows = [(n, [c.strip() for c in row]) for n, row in enumerate(csv.reader(io.StringIO(text)), 1) if any(row)]
-    except (UnicodeDecodeError, csv.Error) as error:
+    except csv.Error as error:
         raise wrong(path, f"a CSV file in UTF-8 ({error})") from None
     if not rows or [cell.lower() for cell in rows[0][1]] != ["worker", "imagepair", "score"]:
         raise wrong(path, "a CSV file with the columns worker, imagePair, score")

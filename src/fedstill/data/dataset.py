@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..core.errors import InputError, Shown
+from ..core.errors import InputError, Shown, can_be_shown
 
 Array = NDArray[Any]
 Ints = NDArray[np.int64]
@@ -53,7 +53,7 @@ class Dataset:
             if x.dtype not in (np.uint8, np.float32):
                 raise InputError(f"{self.name}.{field}", Shown(f"an array of type {x.dtype}"), "uint8 or float32")
         for name in (self.name, *self.labels, *self.groups):
-            if not name.isprintable():
+            if not can_be_shown(name):
                 raise InputError("data", name, "named in printable characters: its clients and classes too")
 
     def __len__(self) -> int:
@@ -192,6 +192,8 @@ def dataset(
     **fields: Any,
 ) -> Dataset:
     """Build a checked Dataset from raw arrays; `where` names the file or folder in an error."""
+    if classes is not None and classes > MAX_CLASSES:
+        raise InputError(where, Shown(f"{classes:,} classes"), f"at most {MAX_CLASSES:,}")
     train_x = samples(where, x)
     train_y = targets(where, y, len(train_x), classes)
     test_x = test_y = None

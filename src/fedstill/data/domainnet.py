@@ -9,14 +9,15 @@ read: `domainnet:10` takes all images of those classes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from ..core.errors import InputError
-from .dataset import Dataset, dataset
-from .files import read_bytes, wrong
+from .dataset import Dataset, count_classes, dataset
+from .files import read_text, wrong
 from .images import choose, decode, inside
 
 DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
@@ -36,6 +37,7 @@ def domainnet_set(name: str, folder: Path, size: int | None, ten: bool = False, 
             path = folder / f"{domain}_{split}.txt"
             if domain in domains or path.exists():
                 lists[domain, split] = _read_list(path, domain, classes)
+    count_classes(str(folder), [np.array(sorted(classes))])
     labels = TEN if ten else tuple(classes.get(label, "") for label in range(1 + max(classes)))
     number = {label: c for c, label in enumerate(labels)}
     images = [
@@ -49,7 +51,7 @@ def domainnet_set(name: str, folder: Path, size: int | None, ten: bool = False, 
     for k, style in enumerate(domains):
         if not any(domain == k for _, _, domain, _ in images[:train]):
             raise wrong(folder / f"{style}_train.txt", "a list with images of these classes")
-    x = decode([folder / file for file, *_ in images], size, colour=True)
+    x = decode([folder / file for file, *_ in images], size, folder, colour=True)
     y = np.array([label for _, label, _, _ in images])
     domain_of = np.array([domain for _, _, domain, _ in images], np.int64)
     has_test = train < len(images)
@@ -71,10 +73,7 @@ def _read_list(path: Path, domain: str, classes: dict[int, str]) -> Lines:
     """Read a list of images; add the classes that it names to `classes`, with which they must agree."""
     if not path.exists():
         raise wrong(path, "there; or name the domains that you have, for example domainnet#clipart,real")
-    try:
-        text = read_bytes(path).decode()
-    except UnicodeDecodeError as error:
-        raise wrong(path, f"a list in UTF-8 ({error})") from None
+    text = read_text(path, "utf-8")
     lines: Lines = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
@@ -82,7 +81,7 @@ def _read_list(path: Path, domain: str, classes: dict[int, str]) -> Lines:
         where = f"{path}, line {number}"
         file, _, label = line.strip().rpartition(" ")
         components = Path(file).parts
-        if len(components) != 3 or components[0] != domain or not (label.isascii() and label.isdigit()):
+        if len(components) != 3 or components[0] != domain or not re.fullmatch(r"\d{1,5}", label, re.ASCII):
             raise InputError(where, line.strip(), f"{domain}/CLASS/FILE and a label, with a space between")
         inside(path.parent, file, where)
         known = classes.setdefault(int(label), components[1])

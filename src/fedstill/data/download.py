@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
 import http.client
+import io
 import os
+import re
 import shutil
 import sys
 import tarfile
@@ -16,11 +19,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..core.errors import InputError
+from ..core.errors import InputError, first_line
+from ..core.memory import in_words
+from ..core.reading import Unreadable, open_regular
+from .files import expanded
 
 Progress = Callable[[str, int, int | None], None]  # file name, bytes so far, bytes in all (where the server says)
 
 TIMEOUT = 10.0  # seconds to connect, and between two chunks
+LARGEST = 2 << 30  # bytes of a file
 
 
 @dataclass(frozen=True)
@@ -142,42 +149,74 @@ def _stream(url: str, to: Path, show: Progress) -> str:
     digest = hashlib.md5(usedforsecurity=False)
     with urllib.request.urlopen(url, timeout=TIMEOUT) as reply, to.open("wb") as file:
         length = reply.headers.get("Content-Length")
-        total, done = int(length) if length else None, 0
+        total = int(length) if length and re.fullmatch(r"\d{1,15}", length, re.ASCII) else None
+        done = 0
         show(to.name, 0, total)
         while chunk := reply.read(1 << 18):
             file.write(chunk)
             digest.update(chunk)
             done += len(chunk)
+            if done > LARGEST:
+                raise http.client.HTTPException(f"more than {in_words(LARGEST)}")
             show(to.name, done, total)
     return digest.hexdigest()
 
 
+class _Bounded(io.RawIOBase):
+    """The decompressed bytes of an archive, up to a bound; headers that ask for more at once are refused as well."""
+
+    def __init__(self, stream: gzip.GzipFile, most: int) -> None:
+        self.stream, self.left = stream, most
+
+    def read(self, size: int = -1) -> bytes:
+        """Return the next bytes."""
+        raw = self.stream.read(min(size, self.left + 1)) if size >= 0 else b""
+        self.left -= len(raw)
+        if size < 0 or self.left < 0:
+            raise tarfile.ReadError("it expands to more than a data set would")
+        return raw
+
+
 def _unpack(archive: Path, members: tuple[str, ...], to: Path) -> None:
-    """Extract exactly the named regular files from an archive, then remove it."""
+    """Extract exactly the named regular files from an archive, then remove it; one that is damaged leaves nothing."""
+    partials: dict[Path, Path] = {}
     try:
-        with tarfile.open(archive, "r:gz") as tar:
-            remaining = set(members)
-            for entry in tar:
-                if entry.name not in remaining or not entry.isfile():
-                    continue  # nothing but the names we know is ever written, so no entry can point elsewhere
-                source = tar.extractfile(entry)
-                assert source is not None  # it is a regular file
-                target = to / entry.name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                partial = target.with_name(f".{target.name}.{os.getpid()}.part")
-                try:
-                    with source, partial.open("wb") as file:
-                        shutil.copyfileobj(source, file)
-                    os.replace(partial, target)
-                finally:
-                    partial.unlink(missing_ok=True)
-                remaining.discard(entry.name)
-        if remaining:
-            raise InputError("data file", str(archive), f"an archive that holds {', '.join(sorted(remaining))}")
-    except (tarfile.TarError, EOFError, zlib.error) as error:
-        raise InputError("data file", str(archive), f"a whole tar.gz archive ({error})") from None
+        with open_regular(archive) as packed, gzip.GzipFile(fileobj=packed) as stream:
+            bounded = _Bounded(stream, expanded(archive.stat().st_size))
+            with tarfile.open(fileobj=bounded, mode="r|") as tar:
+                for entry in tar:
+                    # nothing but the names we know is ever written, so no entry can point elsewhere
+                    target = to / entry.name
+                    if entry.name in members and target not in partials and entry.type in tarfile.REGULAR_TYPES:
+                        partials[target] = target.with_name(f".{target.name}.{os.getpid()}.part")
+                        _extract(tar, entry, partials[target])
+            while bounded.read(1 << 20):  # to the end, for the checksum
+                pass
+        missing = sorted(name for name in members if to / name not in partials)
+        if missing:
+            raise InputError("data file", str(archive), f"an archive that holds {', '.join(missing)}")
+        for target, partial in partials.items():
+            os.replace(partial, target)
+    except InputError:
+        raise
+    except Unreadable as error:
+        raise InputError("data file", str(archive), str(error)) from None
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, ValueError, MemoryError) as error:
+        raise InputError("data file", str(archive), f"a whole tar.gz archive ({first_line(error)})") from None
     finally:
+        for partial in partials.values():
+            partial.unlink(missing_ok=True)
         archive.unlink(missing_ok=True)
+
+
+def _extract(tar: tarfile.TarFile, entry: tarfile.TarInfo, to: Path) -> None:
+    """Write a regular file of an archive; one with holes could be of any size."""
+    source = None if entry.issparse() else tar.extractfile(entry)
+    if source is None:
+        raise tarfile.ReadError(f"{entry.name} has holes")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with source, to.open("wb") as file:
+        shutil.copyfileobj(source, file)
 
 
 @contextlib.contextmanager

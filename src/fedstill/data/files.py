@@ -96,6 +96,16 @@ def read_bytes(path: Path, limit: int | None = None) -> bytes:
         return b"".join(chunks)
 
 
+def read_text(path: Path, encoding: str, times: int = 40) -> str:
+    """Return a text whose lines will take `times` as much memory once they are divided into their parts."""
+    raw = read_bytes(path)
+    memory.require("data file", str(path), times * len(raw))
+    try:
+        return raw.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise wrong(path, f"a text in UTF-8 (byte {error.start} is not)") from None
+
+
 def _too_large(path: Path, bound: int, size: int, packed: bool = False) -> InputError:
     more = "expands to more" if packed else f"has {memory.in_words(size)}"
     return wrong(path, f"at most {memory.in_words(bound)} (it {more})")

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..core.errors import InputError, nearest
+from ..core.errors import InputError, can_be_shown, first_line, nearest
+from ..core.memory import require
 from .dataset import Array, Dataset, Ints, dataset
-from .files import wrong
+from .files import regular, wrong
 
+MOST_PIXELS = 1 << 26  # of an image: 8,192 × 8,192
 SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff")
 
 
@@ -79,7 +86,7 @@ def choose(source: str, kind: str, known: Sequence[str], chosen: Sequence[str]) 
 def inside(folder: Path, name: str, where: str) -> Path:
     """Return the path of a file that a list names; refuse one outside the folder."""
     path = Path(name)
-    if not name or path.is_absolute() or ".." in path.parts:
+    if not name or path.is_absolute() or ".." in path.parts or not can_be_shown(name):
         raise InputError(where, name, f"the path of an image within {folder}")
     return folder / path
 
@@ -100,7 +107,7 @@ def _build(
         labels = sorted({child.name for _, child in class_folders if images_in(child)})
     number = {label: c for c, label in enumerate(labels)}
     images = [(path, number[child.name], d) for d, child in class_folders for path in images_in(child)]
-    x = decode([path for path, _, _ in images], size, colour)
+    x = decode([path for path, _, _ in images], size, folder, colour)
     y = np.array([label for _, label, _ in images])
     source: Ints = np.array([d for _, _, d in images], np.int64)
     train = int((source < len(trains)).sum())  # the training folders come first
@@ -118,24 +125,37 @@ def _build(
     )
 
 
-def decode(paths: Sequence[Path], size: int | None, colour: bool = False) -> Array:
-    """Read images as NCHW uint8, resized only if `size` is set.
+def contained(paths: Iterable[Path], folder: Path) -> None:
+    """Refuse a file that links lead out of the folder that it is in; links within the folder are followed."""
+    root = Path(os.path.realpath(folder))
+    parents: dict[Path, Path] = {}
+    for path in paths:
+        if path.parent not in parents:
+            parents[path.parent] = Path(os.path.realpath(path.parent))
+        real = Path(os.path.realpath(path)) if path.is_symlink() else parents[path.parent]
+        if not real.is_relative_to(root):
+            raise wrong(path, f"within {root}, where its links do not stay (it is {real})")
 
-    They are grey where every one is grey and `colour` is not set, else RGB. A path that is repeated is read once.
+
+def decode(paths: Sequence[Path], size: int | None, folder: Path, colour: bool = False) -> Array:
+    """Read images in a folder as NCHW uint8, resized only if `size` is set.
+
+    They are grey where every one is grey and `colour` is not set, else RGB. A path that is repeated is read once. Only
+    PNG, JPEG and TIFF are read, whatever a file's name says: other formats of Pillow run other programs.
     """
     try:
         from PIL import Image
     except ImportError:
         raise InputError("data", str(paths[0]), "read with Pillow: pip install 'fedstill[images]'") from None
-    broken = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+    distinct = dict.fromkeys(paths)
+    contained(distinct, folder)
     first: tuple[int, int] | None = None
     grey = not colour
-    for path in dict.fromkeys(paths):  # the headers first: a refusal then costs little
-        try:
-            with Image.open(path) as image:
-                shape, mode = image.size, image.mode
-        except broken as error:
-            raise wrong(path, f"a readable image ({error})") from None
+    for path in distinct:  # the headers first: a refusal then costs little
+        with _opened(Image, path, "a readable image") as image:
+            shape, mode = image.size, image.mode
+        if shape[0] * shape[1] > MOST_PIXELS:
+            raise wrong(path, f"an image of at most {MOST_PIXELS:,} pixels (it is {shape[0]}×{shape[1]})")
         grey = grey and mode in ("1", "L")
         first = first or shape
         if size is None and shape != first:
@@ -143,26 +163,36 @@ def decode(paths: Sequence[Path], size: int | None, colour: bool = False) -> Arr
             raise wrong(path, f"{sizes}; or write PATH@32 to resize all images to 32×32")
     assert first is not None  # there is at least one image
     width, height = (size, size) if size is not None else first
-    try:
-        out = np.empty((len(paths), 1 if grey else 3, height, width), np.uint8)
-    except MemoryError:
-        raise InputError("data", str(paths[0].parent), f"images that fit into memory ({len(paths)} here)") from None
+    shape4 = (len(paths), 1 if grey else 3, height, width)
+    require("data", str(folder), 5 * math.prod(shape4))  # bytes, and later float32 beside them
+    out = np.empty(shape4, np.uint8)
     position: dict[Path, int] = {}
     for i, path in enumerate(paths):
         if path in position:
             out[i] = out[position[path]]
             continue
-        try:
-            with Image.open(path) as image:
-                pixels = image.convert("L" if grey else "RGB")
-        except broken as error:
-            raise wrong(path, f"a whole image ({error})") from None
+        with _opened(Image, path, "a whole image") as image:
+            pixels = image.convert("L" if grey else "RGB")
         if pixels.size != (width, height):
             pixels = pixels.resize((width, height), Image.Resampling.BILINEAR)
         array = np.asarray(pixels, dtype=np.uint8)
         out[i] = array[None] if grey else array.transpose(2, 0, 1)
         position[path] = i
     return out
+
+
+@contextmanager
+def _opened(pillow: Any, path: Path, right: str) -> Iterator[Any]:
+    """Open an image; whatever is wrong with it becomes one error that says what it should be."""
+    with regular(path) as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of broken metadata, and of sizes that are checked here
+        try:
+            with pillow.open(file, formats=("PNG", "JPEG", "TIFF")) as image:
+                yield image
+        except (InputError, MemoryError):
+            raise
+        except Exception as error:  # damaged bytes raise whatever Pillow stumbles over (struct.error, KeyError, …)
+            raise wrong(path, f"{right} ({first_line(error)})") from None
 
 
 def resize_into(x: Array, out: Array) -> None:

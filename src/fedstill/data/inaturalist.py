@@ -42,7 +42,7 @@ def inaturalist_set(
         if not images:
             raise wrong(folder / file, f"one with images of {', '.join(sorted(selected))}")
     train = len(splits[0])
-    x = decode([path for images in splits for path, _ in images], size, colour=True)
+    x = decode([path for images in splits for path, _ in images], size, folder, colour=True)
     y = np.array([label for images in splits for _, label in images])
     labels = tuple(groups) if coarse else tuple(known[c][0] for c in species)
     return dataset(name, str(folder), x[:train], y[:train], (x[train:], y[train:]), len(labels), labels=labels)

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import json
 import string
+from array import array
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..core import memory
 from ..core.errors import InputError, Shown
+from ..core.reading import Unreadable, described, field, items, refuse_constant, unique
 from .dataset import Array, Dataset, Ints, dataset, samples, targets
 from .files import read_bytes, wrong
 
@@ -76,13 +79,15 @@ def _read_split(folder: Path, letters10: bool) -> Writers:
 def _read_file(path: Path) -> Writers:
     """Read one file's writers, converted to arrays one after another so that the parsed text dominates the memory."""
     content = read_json(path)
-    users, counts, data = (content.get(key) for key in ("users", "num_samples", "user_data"))
-    if not (isinstance(users, list) and isinstance(counts, list) and isinstance(data, dict)):
-        raise wrong(path, "a JSON object with users, num_samples and user_data")
-    if len(users) != len(counts) or set(map(str, users)) != set(data) or len(users) != len(data):
+    try:
+        users, counts = items(content, "users", str), items(content, "num_samples", int, least=0)
+        data = field(content, "user_data", dict)
+    except Unreadable as error:
+        raise wrong(path, f"a JSON object with users, num_samples and user_data: {error}") from None
+    if len(users) != len(counts) or set(users) != set(data) or len(users) != len(data):
         raise wrong(path, "one whose users, num_samples and user_data name the same writers")
     writers: Writers = {}
-    for user, count in zip(map(str, users), counts, strict=True):
+    for user, count in zip(users, counts, strict=True):
         where = f"{path}, writer {user}"
         own = data.pop(user)
         x, y = (own.get("x"), own.get("y")) if isinstance(own, dict) else (None, None)
@@ -90,27 +95,31 @@ def _read_file(path: Path) -> Writers:
             raise InputError(where, Shown("its samples"), f"{count} images x and {count} labels y as num_samples says")
         if not count:
             continue
-        pixels = _array(where, x)
-        if pixels.shape != (count, 784):
-            raise InputError(where, Shown(f"x of shape {pixels.shape}"), "images of 784 numbers")
-        pixels = samples(where, pixels)
+        pixels = samples(where, np.stack([_numbers(where, image, 784) for image in x]))
         if pixels.min() < 0 or pixels.max() > 1:
             raise InputError(where, Shown(f"x from {pixels.min():g} to {pixels.max():g}"), "numbers from 0 to 1")
-        writers[user] = pixels.reshape(-1, 1, 28, 28), targets(where, _array(where, y), count, len(CHARACTERS))
+        writers[user] = pixels.reshape(-1, 1, 28, 28), targets(where, _numbers(where, y, count), count, len(CHARACTERS))
     return writers
 
 
-def _array(where: str, values: list[Any]) -> Array:
+def _numbers(where: str, values: object, count: int) -> Array:
+    """Return a list of so many numbers as an array; one by one, since numpy would make texts of all if one is a text."""
+    if not isinstance(values, list) or len(values) != count:
+        raise InputError(where, Shown(described(values)), f"images of 784 numbers, and here {count} numbers")
     try:
-        return np.asarray(values)
-    except ValueError:
-        raise InputError(where, Shown("lists of differing lengths"), "images of 784 numbers") from None
+        with np.errstate(over="ignore"):
+            return np.frombuffer(array("d", values)).astype(np.float32)
+    except (TypeError, OverflowError):
+        raise InputError(where, Shown("something else than numbers, or too large ones"), f"{count} numbers") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object."""
+    """Read a JSON file that holds an object, unless its values would not fit into the memory."""
+    raw = read_bytes(path)
+    weights = {b"{": 250, b"[": 64, b",": 40, b'"': 30}  # bytes that Python's objects take
+    memory.require("data file", str(path), 2 * len(raw) + sum(n * raw.count(mark) for mark, n in weights.items()))
     try:
-        value = json.loads(read_bytes(path))
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise wrong(path, f"a whole JSON file ({error})") from None
     if not isinstance(value, dict):

@@ -17,8 +17,9 @@ from typing import IO
 
 import numpy as np
 
+from ..core import memory
 from .dataset import Array
-from .files import wrong
+from .files import EXPANSION, MOST_DIMS, expanded, regular, wrong
 
 MATRIX, COMPRESSED = 14, 15
 STORED = {1: "i1", 2: "u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 7: "<f4", 9: "<f8", 12: "<i8", 13: "<u8"}
@@ -66,7 +67,10 @@ class Stream:
             return self._read_raw(most)
         while not self.decompressor.eof:
             raw = self.decompressor.unconsumed_tail or self._read_raw(CHUNK)
-            chunk = self.decompressor.decompress(raw, most)
+            try:
+                chunk = self.decompressor.decompress(raw, most)
+            except zlib.error as error:
+                raise FormatError(f"whole ({error})") from None
             if chunk or not (raw or self.decompressor.eof):
                 return chunk
         return b""
@@ -82,7 +86,7 @@ def matrices(path: Path, names: Iterable[str]) -> dict[str, Array]:
     requested = set(names)
     arrays: dict[str, Array] = {}
     try:
-        with path.open("rb") as file:
+        with regular(path) as file:
             length = file.seek(0, 2)
             file.seek(0)
             _check_header(file.read(128))
@@ -94,16 +98,11 @@ def matrices(path: Path, names: Iterable[str]) -> dict[str, Array]:
                 if kind not in (MATRIX, COMPRESSED):
                     raise FormatError(f"of matrices (it has an element of type {kind})")
                 stream = Stream(file, size, kind == COMPRESSED)
-                name, array = _read_matrix(stream, size if kind == MATRIX else None, requested)
+                most = expanded(size) if kind == COMPRESSED else size
+                name, array = _read_matrix(str(path), stream, size if kind == MATRIX else None, most, requested)
                 if array is not None:
                     arrays[name] = array
                 file.seek(start + size)
-    except OSError as error:
-        raise wrong(path, f"a readable file ({error.strerror or error})") from None
-    except zlib.error as error:
-        raise wrong(path, f"a whole MATLAB 5 file ({error})") from None
-    except MemoryError:
-        raise wrong(path, "a MATLAB 5 file whose arrays fit into memory") from None
     except FormatError as error:
         raise wrong(path, f"a MATLAB 5 file, {error}") from None
     if missing := sorted(requested - arrays.keys()):
@@ -126,8 +125,10 @@ def _two_words(raw: bytes) -> tuple[int, int]:
     return int.from_bytes(raw[:4], "little"), int.from_bytes(raw[4:8], "little")
 
 
-def _read_matrix(stream: Stream, size: int | None, requested: set[str]) -> tuple[str, Array | None]:
-    """Read a matrix's name and, if it is requested, its numbers."""
+def _read_matrix(
+    where: str, stream: Stream, size: int | None, most: int, requested: set[str]
+) -> tuple[str, Array | None]:
+    """Read a matrix's name and, if it is requested, its numbers: at most `most` bytes."""
     if size is None:
         kind, size = _two_words(stream.take(8))
         if kind != MATRIX:
@@ -138,8 +139,8 @@ def _read_matrix(stream: Stream, size: int | None, requested: set[str]) -> tuple
     kind, raw, length = _subelement(stream, 1024)
     used += length
     dims = [int(n) for n in np.frombuffer(raw[: len(raw) // 4 * 4], "<i4")]
-    if kind != 5 or len(raw) % 4 or len(dims) < 2 or min(dims) < 0:
-        raise FormatError("whose matrices have at least two dimensions of at least 0")
+    if kind != 5 or len(raw) % 4 or not 2 <= len(dims) <= MOST_DIMS or min(dims) < 0:
+        raise FormatError(f"whose matrices have at least two dimensions, at most {MOST_DIMS}, none below 0")
     kind, raw, length = _subelement(stream, 1024)
     used += length
     name = raw.decode("ascii", "replace")
@@ -154,6 +155,9 @@ def _read_matrix(stream: Stream, size: int | None, requested: set[str]) -> tuple
     stored = np.dtype(STORED[kind])
     if bytes_ != math.prod(dims) * stored.itemsize or (small is None and used + 8 + bytes_ > size):
         raise FormatError(f"in which {name} has as many numbers as its dimensions {dims} say")
+    if bytes_ > most:
+        raise FormatError(f"whose arrays expand at most {EXPANSION} times ({name} more); save it with -v6")
+    memory.require("data file", where, bytes_ + math.prod(dims) * (4 + np.dtype(CLASSES[word & 0xFF]).itemsize))
     out = np.empty(math.prod(dims), stored)
     if small is None:
         stream.fill(out.view(np.uint8).data)
@@ -166,7 +170,11 @@ def _read_matrix(stream: Stream, size: int | None, requested: set[str]) -> tuple
     stream.take(size - used)
     stream.end()
     dtype = np.dtype(CLASSES[word & 0xFF])
-    return name, out.astype(dtype, copy=False).reshape(dims, order="F")
+    with np.errstate(invalid="ignore", over="ignore"):
+        values = out.astype(dtype, copy=False)
+    if values is not out and not np.array_equal(values, out, equal_nan=dtype.kind == "f"):
+        raise FormatError(f"in which the numbers of {name} are of its class, {dtype}")
+    return name, values.reshape(dims, order="F")
 
 
 def _tag(stream: Stream) -> tuple[int, int, bytes | None]:

@@ -13,7 +13,10 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import InputError
+from ..core.reading import Unreadable, field, items, read_json
 from .dataset import Ints
+
+LARGEST = 1 << 30  # bytes of a partition.json: 10⁸ samples
 
 
 @dataclass(frozen=True)
@@ -79,21 +82,23 @@ def load_record(path: str | Path) -> Record:
         return InputError("partition file", str(path), right)
 
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise wrong(f"a readable partition.json ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise wrong(f"a whole partition.json ({error})") from None
-    types = {"kind": str, "clients": int, "seed": int, "source": str, "samples": int, "hash": str, "indices": list}
-    types |= {"pool": str, "split": str}
-    if not isinstance(content, dict) or content.get("format") != 1:
+        content = read_json(path, LARGEST)
+    except Unreadable as error:
+        raise wrong(f"a whole partition.json, {error}") from None
+    if content.get("format") != 1 or isinstance(content["format"], bool):
         raise wrong("a partition.json of format 1")
-    for name, kind in types.items():
-        if not isinstance(content.get(name), kind) or isinstance(content[name], bool):
-            raise wrong(f"a partition.json with the field {name} ({kind.__name__})")
-    lists = content["indices"]
-    if not all(isinstance(own, list) and all(type(i) is int for i in own) for own in lists):
+    try:
+        for name in ("kind", "source", "hash", "pool", "split"):
+            field(content, name, str)
+        for name in ("clients", "samples", "seed"):
+            field(content, name, int, least=0, most=(1 << 63) - 1)
+        lists = items(content, "indices", list)
+    except Unreadable as error:
+        raise wrong(f"a partition.json, {error}") from None
+    if not all(type(i) is int for own in lists for i in own):
         raise wrong("a partition.json whose indices are lists of whole numbers")
+    if not isinstance(content.get("parameter"), float | int | str | None):
+        raise wrong("a partition.json whose parameter is a number or a text")
     if len(lists) != content["clients"]:
         raise wrong(f"a partition.json with {content['clients']} index lists (it has {len(lists)})")
     flat = [i for own in lists for i in own]

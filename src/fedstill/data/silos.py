@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import csv
+import io
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
-from ..core.errors import InputError, Shown
+from ..core.errors import InputError, Shown, first_line
+from ..core.memory import in_words, require
 from .dataset import Array, Dataset, dataset, samples, targets
-from .files import npz, wrong
+from .files import npz, regular, wrong
 
 LABELS = ("label", "y")
+LONGEST_LINE = 16 << 20  # bytes
 
 
 def silo_files(folder: Path) -> list[Path]:
@@ -71,34 +77,61 @@ def _check_columns(headers: list[tuple[Path, list[str]]]) -> None:
 
 def read_csv(path: Path) -> tuple[Array, Array, list[str] | None]:
     """Read features, labels and header (if any) of a CSV file; the label is the column `label` or `y`, else the last."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = [(number, row) for number, row in enumerate(csv.reader(file), 1) if any(c.strip() for c in row)]
-    except OSError as error:
-        raise wrong(path, f"a readable file ({error.strerror})") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise wrong(path, f"a CSV file in UTF-8 ({error})") from None
-    header = None
-    if rows and _is_header(rows[0][1]):
-        header = [cell.strip() for cell in rows.pop(0)[1]]
-    if not rows:
+    header: list[str] | None = None
+    width, done = 0, 0
+    with regular(path) as file:
+        flat = np.empty(_count_cells(path, file))
+        try:
+            for number, row in _rows(path, file):
+                if not width:
+                    width = len(row)
+                    if width < 2:
+                        raise wrong(path, "a CSV file with at least one feature and a label in each row")
+                    if _is_header(row):
+                        header = [cell.strip() for cell in row]
+                        continue
+                if len(row) != width:
+                    where, right = f"{path}, line {number}", f"{width} cells as in the first line"
+                    raise InputError(where, Shown(f"{len(row)} cells"), right)
+                try:
+                    flat[done : done + width] = [_number(cell) for cell in row]
+                except ValueError:
+                    j = next(j for j, cell in enumerate(row) if not _is_number(cell))
+                    raise InputError(f"{path}, line {number}, column {j + 1}", row[j], "a number") from None
+                done += width
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise wrong(path, f"a CSV file in UTF-8 ({first_line(error)})") from None
+    if not done:
         raise wrong(path, "a CSV file with at least one row of numbers")
-    width = len(rows[0][1]) if header is None else len(header)
-    if width < 2:
-        raise wrong(path, "a CSV file with at least one feature and a label in each row")
-    values = np.empty((len(rows), width))
-    for i, (number, row) in enumerate(rows):
-        if len(row) != width:
-            raise InputError(
-                f"{path}, line {number}", Shown(f"{len(row)} cells"), f"{width} cells as in the first line"
-            )
-        for j, cell in enumerate(row):
-            if not _is_number(cell):
-                raise InputError(f"{path}, line {number}, column {j + 1}", cell, "a number")
-            values[i, j] = float(cell)
+    values = flat[:done].reshape(-1, width)
     named = [i for i, cell in enumerate(header or []) if cell.lower() in LABELS]
     label = named[0] if named else width - 1
     return np.delete(values, label, axis=1), values[:, label], header
+
+
+def _count_cells(path: Path, file: IO[bytes]) -> int:
+    """Return at most how many cells a CSV file has; refuse one that would not fit into the memory, or with endless lines."""
+    commas = lines = quotes = longest = 0
+    size = os.fstat(file.fileno()).st_size
+    while line := file.readline(LONGEST_LINE + 1):
+        longest = max(longest, len(line))
+        quotes += line.count(b'"') if lines else line.count(b'"') % 2  # a header is often quoted
+        commas, lines = commas + line.count(b","), lines + 1
+    file.seek(0)
+    if longest > LONGEST_LINE:
+        raise wrong(path, f"a CSV file with lines of at most {in_words(LONGEST_LINE)}")
+    cells = commas + lines
+    # each number, its copy without the label, and as float32; a row of texts, which may be the whole file within quotes
+    require("data file", str(path), 20 * cells + 60 * min(size if quotes else longest, cells))
+    return cells
+
+
+def _rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, list[str]]]:
+    """Yield the rows of a CSV file that are not empty, each with its number."""
+    with io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+        for number, row in enumerate(csv.reader(text), 1):
+            if any(cell.strip() for cell in row):
+                yield number, row
 
 
 def _is_header(row: list[str]) -> bool:
@@ -106,9 +139,16 @@ def _is_header(row: list[str]) -> bool:
     return any(cell.strip().lower() in LABELS for cell in row) or not any(_is_number(cell) for cell in row)
 
 
+def _number(cell: str) -> float:
+    """Return a cell's number; an underscore within is a slip, though Python reads it."""
+    if "_" in cell:
+        raise ValueError
+    return float(cell)
+
+
 def _is_number(cell: str) -> bool:
     try:
-        float(cell)
+        _number(cell)
     except ValueError:
         return False
     return True
