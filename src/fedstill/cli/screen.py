@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..report import robustness
 from ..report.bubbles import Counts, bubbles, sizes
 from ..report.text import Facts, columns, notes, rows, table
 
@@ -33,23 +34,35 @@ def say(line: str = "") -> None:
 
 
 def results(runs: Sequence[Run], facts: Facts) -> None:
-    """Print the table of results."""
+    """Print the table of results, and below it what attackers cost, where there are some."""
     screen = console()
     if screen is None:
         say("\n" + table(runs, facts))
-        return
+    else:
+        lines = rows(runs)
+        _grid(screen, columns(lines), [row.best for row in lines], notes(runs, lines, facts))
+    if robustness.compares(runs):
+        if screen is None:
+            say("\n" + robustness.table(runs))
+        else:
+            cells = robustness.columns(runs)
+            _grid(screen, cells, [False] * len(cells[0][1]), robustness.notes(runs))
+
+
+def _grid(
+    screen: Console, cells: Sequence[tuple[str, Sequence[str]]], bold: Sequence[bool], notes: Sequence[str]
+) -> None:
+    """Print columns, each with its heading, and the lines below them."""
     from rich import box
     from rich.table import Table
 
-    lines = rows(runs)
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    cells = columns(lines)
     for i, (heading, _) in enumerate(cells):
         grid.add_column(heading, justify="right" if i else "left", no_wrap=i < 2)
-    for i, row in enumerate(lines):
-        grid.add_row(*(texts[i] for _, texts in cells), style="bold green" if row.best else "")
+    for i, best in enumerate(bold):
+        grid.add_row(*(texts[i] for _, texts in cells), style="bold green" if best else "")
     screen.print(grid)
-    for note in notes(runs, lines, facts):
+    for note in notes:
         screen.print(note, style="dim", markup=False)
 
 

@@ -20,6 +20,7 @@ from ..run.lock import LOCK, FolderLock
 from ..run.session import Transports
 from ..transport.cluster import BackendName
 from . import carrier, flags, folders, job, saved
+from .attacked import plan_attacked
 from .execute import execute, stoppable
 from .job import Job, plan
 from .live import watch
@@ -83,11 +84,13 @@ COMPARE = Usage(
     "[METHOD…]",
     "Run several methods on the same data, partition and model, and set them side by side. METHOD 'all' is every "
     f"method; none means {' '.join(DEFAULT_METHODS)}. A method's own flags go to the methods that have them. "
+    "With --attack: each method without attackers, with them under the mean, and under each rule of --average (median,krum). "
     "With --out: a folder for each run, summary.json and figure.png.",
     (
         "fedstill compare local fedavg pfedsd",
         "fedstill compare fedavg fedprox scaffold --partition classes:2 --mu 0.1",
         "fedstill compare all --seeds 3 --out runs/all",
+        "fedstill compare fedavg pfedsd --attack sign-flip --attackers 0.2 --average median,multi-krum",
     ),
 )
 SWEEP = Usage(
@@ -155,7 +158,11 @@ def compare(argv: Sequence[str]) -> None:
         chosen = METHODS
     on = carrier.take(flag_values)
     with flags.named(flag_values):
-        _execute(plan([cls() for cls in chosen.values()], Experiment(), flag_values, "compare"), *on)
+        compared = [cls() for cls in chosen.values()]
+        if flag_values.get("attack", "none") != "none":
+            _execute(plan_attacked(compared, flag_values), *on)
+        else:
+            _execute(plan(compared, Experiment(), flag_values, "compare"), *on)
 
 
 def sweep(argv: Sequence[str]) -> None:

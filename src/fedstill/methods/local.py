@@ -24,6 +24,7 @@ class Local(Method):
 
     id: ClassVar[str] = "local"
     scores: ClassVar[tuple[str, ...]] = ("personal",)
+    robust: ClassVar[bool] = False
 
     def init_server(self, task: Task, params: Params) -> Tree:
         """w⁰, which nobody trains."""

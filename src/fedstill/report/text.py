@@ -217,6 +217,8 @@ def notes(runs: Sequence[Run], results: Sequence[ResultRow], facts: Facts = UNKN
         listed = len(newcomers) <= 10 and not several_seeds
         names = ", ".join(map(str, newcomers)) if listed else f"{len(newcomers)}, by the seed,"
         lines.append(f"all clients: the {len(runs[0].clients)} that train; {names} join after the federation")
+    if any(run.attackers for run in runs):
+        lines.append("rows with an attack: the attackers are not counted")
     kinds = {on: [row.label for row in results if row.generic_on == on] for on in GENERIC.values()}
     kinds = {on: labels for on, labels in kinds.items() if labels}
     for on, labels in kinds.items():

@@ -38,14 +38,14 @@ def check(method: Method, task: Task, settings: Robustness, uploads: int) -> Non
     rule = settings.average
     if rule == "mean":
         return
+    asked = _asked(method, task)
+    if not asked:
+        raise InputError("average", rule, f"'mean' for {method.id}: its server averages nothing")
     if not method.robust:
         right = (
             f"'mean' for {method.id}: its server makes a mean for each client, with weights that a rule would not keep"
         )
         raise InputError("average", rule, right)
-    asked = _asked(method, task)
-    if not asked:
-        raise InputError("average", rule, f"'mean' for {method.id}: its server averages nothing")
     if rule == "fltrust":
         if not all(asked):
             right = f"another rule for {method.id}: the server's own training gives no change of what it averages"
