@@ -1,6 +1,6 @@
 """What `test_cluster.py` starts under torchrun: methods on the ranks and in rank 0 alone; prints how far apart they are.
 
-python -m torch.distributed.run --nproc-per-node 2 tests/system/ranks.py OUT METHOD…
+python -m torch.distributed.run --nproc-per-node 2 tests/system/ranks.py OUT REDUCE METHOD…
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import fedstill as fs
 from fedstill.run import cluster
 
 SMALL = {
-    "clients": 5, "rounds": 3, "epochs": 1, "participation": 0.6, "engine": "one", "workers": 1, "device": "cpu",
+    "clients": 9, "rounds": 3, "epochs": 1, "participation": 0.6, "engine": "one", "workers": 1, "device": "cpu",
     "checkpoint_every": 1, "batch_size": 32, "dtype": "float64", "new": True, "averaged": True, "fine_tune": 1,
     "newcomers": 1, "join_epochs": 1, "forgetting": True,
 }  # fmt: skip
@@ -39,13 +39,13 @@ def compare(method: str, out: Path, transport: cluster.Cluster) -> dict[str, obj
         "scores": alone.after == spread.after,
         "checkpoint": checkpoints[0].read_bytes() == checkpoints[1].read_bytes(),
         "generic": distance(alone.generic(), spread.generic()),
-        "personal": max(distance(alone.personal(k), spread.personal(k)) for k in range(5)),
+        "personal": max(distance(alone.personal(k), spread.personal(k)) for k in range(9)),
         "flops": alone.cost.flops == spread.cost.flops,
     }
 
 
 if __name__ == "__main__":
-    with cluster.joined() as ranks:
+    with cluster.joined(reduce=bool(int(sys.argv[2]))) as ranks:
         if ranks is not None:
-            for name in sys.argv[2:]:
+            for name in sys.argv[3:]:
                 print(json.dumps({"method": name, **compare(name, Path(sys.argv[1]), ranks)}), flush=True)

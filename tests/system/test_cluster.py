@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,8 @@ import torch
 
 import fedstill as fs
 from fedstill import models
-from fedstill.run.prepare import federation_of, prepare
+from fedstill.run import cluster
+from fedstill.run.prepare import federation_of, from_experiment, prepare
 from fedstill.transport import parcel
 from fedstill.transport.messages import Order, Reply
 
@@ -27,8 +28,8 @@ def torchrun(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*launch, *words], capture_output=True, text=True, timeout=240, env=ENV)
 
 
-def compared(ranks: int, out: Path, methods: Sequence[str]) -> dict[str, dict]:
-    done = torchrun(ranks, str(HERE / "ranks.py"), str(out), *methods)
+def compared(ranks: int, out: Path, reduce: int, methods: Sequence[str]) -> dict[str, dict]:
+    done = torchrun(ranks, str(HERE / "ranks.py"), str(out), str(reduce), *methods)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {row.pop("method"): row for row in rows}
@@ -37,12 +38,66 @@ def compared(ranks: int, out: Path, methods: Sequence[str]) -> dict[str, dict]:
 @pytest.mark.parametrize(
     ("ranks", "methods"), [(2, tuple(fs.METHODS)), (1, ("pfedsd",)), (4, ("pfedsd", "scaffold", "fedrep", "spectral"))]
 )
-def test_ranks_give_the_numbers_of_one_process(ranks: int, methods: tuple[str, ...], tmp_path: Path) -> None:
+def test_ranks_give_the_bits_of_one_process(ranks: int, methods: tuple[str, ...], tmp_path: Path) -> None:
     """History, further scores, checkpoint, generic and every personal model."""
-    rows = compared(ranks, tmp_path, methods)
+    rows = compared(ranks, tmp_path, 0, methods)
     assert list(rows) == list(methods)
     right = {"history": True, "scores": True, "checkpoint": True, "generic": 0.0, "personal": 0.0, "flops": True}
     assert {method: row for method, row in rows.items() if row != right} == {}
+
+
+def test_reduced_uploads_give_the_numbers_of_one_process(tmp_path: Path) -> None:
+    """Where a merge is one mean the uploads are added up on their ranks; SCAFFOLD's needs two, and is as it was."""
+    rows = compared(2, tmp_path, 1, ("fedavg", "pfedsd", "fedrep", "pfedme", "scaffold"))
+    assert all(row["scores"] and row["generic"] < 1e-12 and row["personal"] < 1e-12 for row in rows.values())
+    assert [method for method, row in rows.items() if row["checkpoint"]] == ["scaffold"]
+
+
+def test_uploads_that_the_gate_would_refuse_are_not_reduced() -> None:
+    one = fs.Experiment(method=fs.FedAvg(), clients=5, dtype="float64", device="cpu", workers=1, rounds=2)
+    sim, _ = from_experiment(one)
+    params = {name: value for name, value in sim.task.net.initial().items()}
+    orders = [Order("train", 1, k, {"params": params}) for k in range(5)]
+
+    class Answers:
+        clients = 5
+
+        def handle(self, orders: Sequence[Order]) -> Iterator[Reply]:
+            for order in orders:
+                up = {"params": {name: value + order.client for name, value in params.items()}}
+                if order.client == 1:
+                    up["params"] = {name: value * float("nan") for name, value in params.items()}
+                if order.client == 3:
+                    up["extra"] = {"w": torch.zeros(2)}
+                refusal = "battery at 5 %" if order.client == 4 else ""
+                yield Reply(
+                    "train", 1, order.client, {} if refusal else up, {"loss": 1.0, "steps": 2.0}, refusal=refusal
+                )
+
+    replies = {reply.client: reply for reply in cluster.Reduced(Answers(), [sim], [True]).handle(orders)}
+    assert sorted(replies) == [0, 1, 2, 3, 4]
+    sizes = sim.data.train.sizes
+    shift = 2 * sizes[2] / (sizes[0] + sizes[2])
+    for name, value in params.items():
+        assert replies[0].up["params"][name] is replies[2].up["params"][name]
+        assert torch.allclose(replies[0].up["params"][name], value + shift, rtol=0, atol=1e-12)
+    assert all(bool(value.isnan().all()) for value in replies[1].up["params"].values())
+    assert "extra" in replies[3].up
+    assert replies[4].refusal
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": fs.SCAFFOLD()}, {"method": fs.FedFomo()},
+        {"average": "median"}, {"max_norm": 1.0}, {"over_select": 1.5, "profile": "uniform"},
+        {"mode": "fedbuff", "profile": "uniform"}, {"attack": "alie", "attackers": 0.2},
+    ],
+)  # fmt: skip
+def test_other_merges_are_not_reduced(changes: dict) -> None:
+    sim, _ = from_experiment(fs.Experiment(**{"method": fs.FedAvg(), "clients": 5, "rounds": 2, **changes}))
+    assert not cluster.plain(sim)
+    assert cluster.plain(from_experiment(fs.Experiment(method=fs.FedAvg(), clients=5, rounds=2))[0])
 
 
 COMMAND = (
@@ -63,10 +118,12 @@ def test_a_comparison_is_resumed_on_other_ranks(tmp_path: Path) -> None:
         [sys.executable, "-m", "fedstill", *COMMAND, "--rounds", "4", "--out", str(one)],
         check=True, capture_output=True, env=ENV,
     )  # fmt: skip
-    words = ("--rounds", "2", "--transport", "cluster", "--out", str(spread))
+    words = ("--rounds", "2", "--transport", "cluster", "--reduce", "off", "--out", str(spread))
     done = torchrun(2, "-m", "fedstill", *COMMAND, *words)
     assert done.returncode == 0, done.stderr[-2000:]
-    done = torchrun(3, "-m", "fedstill", "resume", str(spread), "--rounds", "4", "--transport", "cluster")
+    done = torchrun(
+        3, "-m", "fedstill", "resume", str(spread), "--rounds", "4", "--transport", "cluster", "--reduce", "off"
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(weights(one, 4)) == 4
     assert weights(one, 4) == weights(spread, 4)

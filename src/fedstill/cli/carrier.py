@@ -13,7 +13,7 @@ from ..run.session import Transports
 from ..transport.cluster import BackendName
 from . import flags
 
-CHOICES = {"transport": ("local", "cluster"), "backend": get_args(BackendName)}
+CHOICES = {"transport": ("local", "cluster"), "backend": get_args(BackendName), "reduce": ("on", "off")}
 
 
 @dataclass(frozen=True)
@@ -30,29 +30,39 @@ def add(parser: flags.Parser) -> None:
     for name, help in (
         ("transport", "where clients are: in this process, or divided among the processes of torchrun"),
         ("backend", "of torch.distributed, for a cluster; auto is nccl on GPUs, else gloo"),
+        ("reduce", "on a cluster, add uploads up where they are before they travel; off: the bits of one process"),
     ):
         choices = CHOICES[name]
         help = f"{help} [one of: {', '.join(choices)}; default {choices[0]}]"
         flags.plain(parser, group, name, help, "NAME", " or ".join(choices))
 
 
-def take(flag_values: dict[str, Any]) -> tuple[str, BackendName]:
+@dataclass(frozen=True)
+class Flags:
+    """The flags' values."""
+
+    transport: str
+    backend: BackendName
+    reduce: bool
+
+    @contextmanager
+    def start(self, device: str = "auto") -> Iterator[Carrier]:
+        """Yield what carries orders. On a rank other than 0 of a cluster that is when all is over, and nothing is left to do."""
+        if self.transport == "local":
+            yield Carrier()
+            return
+        with cluster.joined(self.backend, device, self.reduce) as joined:
+            yield Carrier(joined, leads=joined is not None)
+
+
+def take(flag_values: dict[str, Any]) -> Flags:
     """Return the flags' values, and take them out: they are no fields of an experiment."""
-    given = "backend" in flag_values
+    given = [name for name in CHOICES if name in flag_values]
     values = {name: flag_values.pop(name, choices[0]) for name, choices in CHOICES.items()}
     for name, value in values.items():
         if value not in CHOICES[name]:
             raise InputError(flags.flag(name), value, nearest(value, CHOICES[name]))
-    if given and values["transport"] == "local":
-        raise InputError("--backend", values["backend"], "left out without --transport cluster")
-    return values["transport"], values["backend"]
-
-
-@contextmanager
-def start(name: str, backend: BackendName, device: str = "auto") -> Iterator[Carrier]:
-    """Yield what carries orders. On a rank other than 0 of a cluster that is when all is over, and there is nothing to do."""
-    if name == "local":
-        yield Carrier()
-        return
-    with cluster.joined(backend, device) as joined:
-        yield Carrier(joined, leads=joined is not None)
+    for name in given:
+        if name != "transport" and values["transport"] == "local":
+            raise InputError(flags.flag(name), values[name], "left out without --transport cluster")
+    return Flags(values["transport"], values["backend"], values["reduce"] == "on")

@@ -18,7 +18,6 @@ from ..run.experiment import Experiment, check_format
 from ..run.journal import Journal
 from ..run.lock import LOCK, FolderLock
 from ..run.session import Transports
-from ..transport.cluster import BackendName
 from . import carrier, flags, folders, job, saved
 from .attacked import plan_attacked
 from .execute import execute, stoppable
@@ -128,14 +127,14 @@ def run(argv: Sequence[str]) -> None:
         )
     if len(words) > 1:
         raise InputError("argument", words[1], "left out: 'fedstill compare' runs several methods")
-    on, base = carrier.take(flag_values), _base(words[0])
+    where, base = carrier.take(flag_values), _base(words[0])
     with flags.named(flag_values):
-        _execute(plan([base.method], base, flag_values, "run"), *on)
+        _execute(plan([base.method], base, flag_values, "run"), where)
 
 
-def _execute(job: Job, name: str, backend: BackendName) -> None:
+def _execute(job: Job, where: carrier.Flags) -> None:
     """Run a job on a transport."""
-    with carrier.start(name, backend, job.first.device) as on:
+    with where.start(job.first.device) as on:
         if on.leads:
             execute(job, transport=on.transport)
 
@@ -156,13 +155,13 @@ def compare(argv: Sequence[str]) -> None:
     chosen = {name: get(name) for name in (words or DEFAULT_METHODS) if name != "all"}
     if "all" in words:
         chosen = METHODS
-    on = carrier.take(flag_values)
+    where = carrier.take(flag_values)
     with flags.named(flag_values):
         compared = [cls() for cls in chosen.values()]
         if flag_values.get("attack", "none") != "none":
-            _execute(plan_attacked(compared, flag_values), *on)
+            _execute(plan_attacked(compared, flag_values), where)
         else:
-            _execute(plan(compared, Experiment(), flag_values, "compare"), *on)
+            _execute(plan(compared, Experiment(), flag_values, "compare"), where)
 
 
 def sweep(argv: Sequence[str]) -> None:
@@ -177,10 +176,10 @@ def sweep(argv: Sequence[str]) -> None:
             Shown(" ".join(words) or "nothing"),
             "a method and a field: fedstill sweep pfedsd lam=0.1,0.5,1",
         )
-    on = carrier.take(flag_values)
+    where = carrier.take(flag_values)
     sweeping = plan_sweep(_base(words[0]), words[1], flag_values)
     with flags.named(dict.fromkeys(sweeping.explicit)):
-        _execute(sweeping, *on)
+        _execute(sweeping, where)
 
 
 def demo(argv: Sequence[str]) -> None:
@@ -192,9 +191,9 @@ def demo(argv: Sequence[str]) -> None:
     if words:
         raise InputError("argument", words[0], "left out: 'fedstill compare METHOD…' runs other methods")
     flag_values.setdefault("out", DEMO.out)
-    on = carrier.take(flag_values)
+    where = carrier.take(flag_values)
     with flags.named(flag_values):
-        _execute(plan([get(name)() for name in DEFAULT_METHODS], Experiment(), flag_values, folders.DEMO), *on)
+        _execute(plan([get(name)() for name in DEFAULT_METHODS], Experiment(), flag_values, folders.DEMO), where)
 
 
 RESUME = (
@@ -218,7 +217,7 @@ def resume(argv: Sequence[str]) -> None:
     folder = Path(words[0])
     with flags.named(flag_values):
         rounds = flags.take(Experiment, flag_values).get("rounds")
-        with carrier.start(*carrier.take(flag_values)) as on:
+        with carrier.take(flag_values).start() as on:
             if on.leads:
                 _resume(folder, rounds, on.transport)
 

@@ -14,10 +14,16 @@ from typing import Any
 
 import torch
 
+from ..core import tree
 from ..core.errors import InputError, Shown
+from ..core.task import Upload
+from ..core.tree import Tree
 from ..edge.edge import Edge
+from ..methods.fedavg import FedAvg
+from ..server.gate import REPORTED, Gate, divergence, example_upload, misreported
 from ..transport import cluster
 from ..transport.cluster import BackendName, Group, Ranks
+from ..transport.messages import Answering, Order, Reply
 from .experiment import Experiment
 from .prepare import PYTHON, Simulation, federation_of, from_experiment, pick_device
 from .session import edge_of
@@ -25,11 +31,69 @@ from .session import edge_of
 USAGE = "fs.run or fs.resume with an experiment whose data and model have names: other ranks make them for themselves"
 
 
+class Reduced:
+    """An edge whose uploads are reduced before they travel: each is replaced by the mean of all of this process's.
+
+    Where a merge is one weighted mean, Σ_k p_k·w_k is Σ_k p_k·m with m the mean of the w_k by the same weights, so the server's
+    result is the same up to rounding, and m travels once. Uploads that the gate would refuse stay as they are, for rank 0 to
+    refuse and name.
+    """
+
+    def __init__(self, edge: Edge, simulations: Sequence[Simulation], plain: Sequence[bool]) -> None:
+        """Reduce the uploads of those runs whose merge is a `plain` mean."""
+        self.edge, self.simulations, self.plain, self.clients = edge, simulations, plain, edge.clients
+        self.gates = [Gate.of(sim.training, sim.method, sim.data.train.sizes) for sim in simulations]
+
+    def handle(self, orders: Sequence[Order]) -> Iterator[Reply]:
+        """Yield the replies to the orders."""
+        waiting: dict[int, list[Reply]] = {}
+        for reply in self.edge.handle(orders):
+            if reply.kind == "train" and self.plain[reply.run] and not reply.refusal:
+                waiting.setdefault(reply.run, []).append(reply)
+            else:
+                yield reply
+        for run, replies in waiting.items():
+            down = {order.client: order.down for order in orders if order.run == run}
+            mean, merged = self._mean(run, replies, down)
+            for reply in replies:
+                yield dataclasses.replace(reply, up=mean) if reply.client in merged else reply
+
+    def _mean(self, run: int, replies: Sequence[Reply], down: Mapping[int, Tree]) -> tuple[Tree, frozenset[int]]:
+        """Return the mean of the uploads that pass the gate, and whose they are."""
+        sim, gate = self.simulations[run], self.gates[run]
+        method = sim.method
+        task = dataclasses.replace(sim.task, round=replies[0].round)
+        good = [r for r in replies if not misreported(r.report, REPORTED) and not divergence(r)]
+        good, _ = gate.inspect(good, lambda reply: example_upload(sim.method, task, down[reply.client]))
+        if not isinstance(method, FedAvg) or len(good) < 2 or not all(_weights(reply.up) for reply in good):
+            return {}, frozenset()
+        uploads = [Upload(reply.up, float(sim.data.train.sizes[reply.client]), reply.client) for reply in good]
+        mean = tree.mean([upload.tree for upload in uploads], method.shares(uploads))
+        return mean, frozenset(upload.client for upload in uploads)
+
+
+def _weights(up: Tree) -> bool:
+    """Return whether an upload is weights alone, and no counts: these would be rounded twice."""
+    return set(up) == {"params"} and all(value.is_floating_point() for value in up["params"].values())
+
+
+def plain(sim: Simulation) -> bool:
+    """Return whether a run's merge is one mean of all uploads of a round, none of which may be late or changed on the way."""
+    training = sim.training
+    timed = training.mode != "sync" or training.profile or training.deadline or training.over_select > 1
+    protected = (
+        training.average != "mean" or training.attack != "none" or training.max_norm or training.privacy != "off"
+    )
+    one_mean = isinstance(sim.method, FedAvg) and sim.method.noisy_mean and not sim.method.upload_varies
+    return bool(one_mean and not timed and not protected)
+
+
 class Cluster:
     """Makes the transport of every run of this process, which is rank 0 of a cluster."""
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, reduce: bool = True) -> None:
+        """Have the other ranks reduce uploads where a merge is a mean; without `reduce` each client's travels by itself."""
+        self.group, self.reduce = group, reduce
         self._ranks = Ranks(group)
 
     def open(self, edge: Edge, simulations: Sequence[Simulation]) -> Ranks:
@@ -40,7 +104,8 @@ class Cluster:
                 raise InputError("transport", Shown("a cluster"), USAGE)
             texts.append(sim.experiment.to_toml())
         lead = simulations[0]
-        self._ranks.open(edge, {"experiments": texts, "engine": lead.trainer.name}, lead.device)
+        about = {"experiments": texts, "engine": lead.trainer.name, "reduce": self.reduce}
+        self._ranks.open(edge, about, lead.device)
         return self._ranks
 
     def close(self) -> None:
@@ -56,7 +121,7 @@ class Cluster:
 
 
 @contextmanager
-def joined(backend: BackendName = "auto", device: str = "auto") -> Iterator[Cluster | None]:
+def joined(backend: BackendName = "auto", device: str = "auto", reduce: bool = True) -> Iterator[Cluster | None]:
     """Join the processes that torchrun has started: yield the cluster on rank 0, and None on the others once all is over.
 
     with joined() as transport:
@@ -68,7 +133,7 @@ def joined(backend: BackendName = "auto", device: str = "auto") -> Iterator[Clus
         cluster.serve(group, lambda about: _clients(group, about))
         yield None
     else:
-        one = Cluster(group)
+        one = Cluster(group, reduce)
         try:
             yield one
         finally:
@@ -76,11 +141,12 @@ def joined(backend: BackendName = "auto", device: str = "auto") -> Iterator[Clus
     group.leave()
 
 
-def _clients(group: Group, about: Mapping[str, Any]) -> tuple[Edge, torch.device]:
+def _clients(group: Group, about: Mapping[str, Any]) -> tuple[Answering, torch.device]:
     """Return the edge with this rank's clients of some runs."""
     sims = []
     for text in about["experiments"]:
         experiment = dataclasses.replace(Experiment.from_values(tomllib.loads(text)), engine=about["engine"])
         federation = federation_of(experiment)
         sims.append(from_experiment(experiment, federation.only(group.share(len(federation))))[0])
-    return edge_of(sims).edge, sims[0].device
+    edge, plains = edge_of(sims).edge, [about["reduce"] and plain(sim) for sim in sims]
+    return Reduced(edge, sims, plains) if any(plains) else edge, sims[0].device
