@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import minimize
 
 import fedstill as fs
 from fedstill.core import plan, tree
@@ -26,79 +24,20 @@ from fedstill.server.trust import root_of
 from fedstill.transport.messages import Reply
 
 from ..problems import SETTINGS, Tampered, cut_and_resumed, identical, make, ragged, run, states
+from ..robust_oracles import (
+    clipped_by_formula,
+    counts,
+    krum_by_force,
+    matrix,
+    middle_by_scipy,
+    tied,
+    trimmed_by_loops,
+    trusted_by_formula,
+    uploads,
+    vector,
+)
 
 CLOSE = 1e-6
-
-
-def uploads(n: int, seed: int = 0, spread: float = 1.0) -> list[Tree]:
-    """Uploads with two floating entries, one of them nested, and a count."""
-    g = np.random.default_rng(seed)
-
-    def one(i: int) -> Tree:
-        return {
-            "a": torch.from_numpy(g.normal(size=(2, 3)) * spread),
-            "deep": {"b": torch.from_numpy(g.normal(size=4) + 3)},
-            "n": torch.tensor(int(g.integers(0, 50))),
-        }
-
-    return [one(i) for i in range(n)]
-
-
-def vector(one: Tree) -> np.ndarray:
-    return np.concatenate([one["a"].numpy().ravel(), one["deep"]["b"].numpy().ravel()])
-
-
-def matrix(trees: list[Tree]) -> np.ndarray:
-    return np.stack([vector(one) for one in trees])
-
-
-def counts(trees: list[Tree]) -> list[int]:
-    return [int(one["n"]) for one in trees]
-
-
-def tied(trees: list[Tree]) -> list[Tree]:
-    """The same uploads, of which two are equal and one coordinate is equal in all."""
-    for one in trees:
-        one["a"][0, 0] = 1.5
-    return [*trees[:-1], tree.clone(trees[0])]
-
-
-# ---- oracles -------------------------------------------------------------------------------------------------------------
-def trimmed_by_loops(x: np.ndarray, cut: int) -> np.ndarray:
-    """Strike the lowest and the highest value out, `cut` times."""
-    out = []
-    for column in x.T:
-        values = list(column)
-        for _ in range(cut):
-            values.remove(min(values))
-            values.remove(max(values))
-        out.append(sum(values) / len(values))
-    return np.array(out)
-
-
-def krum_by_force(x: np.ndarray, f: int) -> list[float]:
-    """For each upload the cheapest choice of n − f − 2 others, over all choices."""
-    n = len(x)
-    sums = []
-    for i in range(n):
-        others = [j for j in range(n) if j != i]
-        price = {j: sum((a - b) ** 2 for a, b in zip(x[i], x[j], strict=True)) for j in others}
-        sums.append(min(sum(price[j] for j in some) for some in itertools.combinations(others, n - f - 2)))
-    return sums
-
-
-def middle_by_scipy(x: np.ndarray, p: np.ndarray) -> np.ndarray:
-    """The least Σ p‖x − z‖, searched with gradients from several beginnings, an upload itself included."""
-
-    def price(z: np.ndarray) -> float:
-        return float(sum(w * np.sqrt(((z - row) ** 2).sum()) for w, row in zip(p, x, strict=True)))
-
-    def slope(z: np.ndarray) -> np.ndarray:
-        return sum(w * (z - row) / max(np.sqrt(((z - row) ** 2).sum()), 1e-300) for w, row in zip(p, x, strict=True))
-
-    starts = [np.average(x, 0, p), np.median(x, 0) + 0.01]
-    found = [minimize(price, s, jac=slope, method="BFGS", options={"gtol": 1e-11, "maxiter": 5000}).x for s in starts]
-    return min([*found, *x], key=price)
 
 
 NUMBERS = [(5, 0), (6, 1), (7, 2), (8, 3), (11, 4)]
@@ -163,9 +102,7 @@ def test_norm_clip_equals_the_formula(n: int, seed: int, limit: float) -> None:
     trees, around = uploads(n, seed), {**uploads(1, 99)[0], "more": torch.ones(2)}
     x, w = matrix(trees), vector(around)
     p = np.arange(1.0, n + 1) / np.arange(1.0, n + 1).sum()
-    lengths = [math.sqrt(sum((row - w) ** 2)) for row in x]
-    most = limit or float(np.median(lengths))
-    expected = w + sum(q * min(1.0, most / length) * (row - w) for q, row, length in zip(p, x, lengths, strict=True))
+    expected = clipped_by_formula(x, p, w, limit)
     clipped = robust.norm_clip(trees, list(p), around, limit=limit)
     assert np.abs(vector(clipped) - expected).max() <= CLOSE
     changes = [tree.sub(one, {name: around[name] for name in one}) for one in trees]
@@ -182,14 +119,13 @@ def test_norm_clip_of_short_changes_is_the_mean_to_the_bit() -> None:
 
 @pytest.mark.parametrize(("n", "seed"), NUMBERS)
 def test_fltrust_equals_the_formula(n: int, seed: int) -> None:
-    """In its original form, with unit vectors: w + ‖g‖·Σ t_i·e_i / Σ t_i."""
+    """Of these uploads one points away from the server's training, and does not count."""
     trees, (around, trained) = uploads(n, seed, 4.0), uploads(2, 99)
+    trees[0] = tree.sub(around, tree.sub(trained, around))
     around, trained = ({**one, "deep": {**one["deep"], "more": torch.ones(2)}} for one in (around, trained))
     x, w, g = matrix(trees), vector(around), vector(trained) - vector(around)
-    e = [(row - w) / math.sqrt(sum((row - w) ** 2)) for row in x]
-    t = [max(0.0, float(sum(a * b for a, b in zip(row, g, strict=True))) / math.sqrt(sum(g**2))) for row in e]
-    assert sum(value > 0 for value in t) > 0
-    expected = w + math.sqrt(sum(g**2)) * sum(a * row for a, row in zip(t, e, strict=True)) / sum(t)
+    assert 0 < int(((x - w) @ g > 0).sum()) < n
+    expected = trusted_by_formula(x, w, g)
     got = robust.fltrust(trees, [1.0] * n, around, trained=trained)
     assert np.abs(vector(got) - expected).max() <= CLOSE
     assert "more" not in got["deep"]
