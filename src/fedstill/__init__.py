@@ -10,6 +10,9 @@ A method is a frozen dataclass with pure hooks (`fedstill.core.method`); every m
 
 from __future__ import annotations
 
+from .core import startup as _startup  # noqa: F401 - before what takes seconds
+
+# isort: split
 from . import methods as _methods
 from .core import terms, tree
 from .core.batch import Batch

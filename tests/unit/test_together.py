@@ -289,7 +289,7 @@ def test_the_command_runs_seeds_side_by_side(tmp_path, monkeypatch, capsys) -> N
     monkeypatch.chdir(tmp_path)
     sessions = []
     begin = together.start
-    monkeypatch.setattr(together, "start", lambda runs, transport: sessions.append(len(runs)) or begin(runs, transport))
+    monkeypatch.setattr(together, "start", lambda runs, *more: sessions.append(len(runs)) or begin(runs, *more))
     flags = ["--engine", "stacked", "--rounds", "2", "--clients", "4", "--epochs", "1", "--dtype", "float64"]
     assert main(["run", "fedavg", *flags, "--seeds", "2", "--out", "both"]) == 0
     assert sessions == [2]

@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
 
+from ..core import startup
 from ..core.errors import InputError, TrainingError, nearest
 from ..core.version import __version__
+from ..run import signals
 from . import costs, show, timeline, train
 
 Command: TypeAlias = Callable[[Sequence[str]], None]
 
+FULL = "the memory is full: less data, a smaller model, or a smaller --cohort takes less"
 COMMANDS: dict[str, tuple[Command, str]] = {
     "run": (train.run, "run one method: fedstill run METHOD, or fedstill run experiment.toml"),
     "compare": (train.compare, "run several methods on the same data and set them side by side"),
@@ -49,20 +53,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):  # write ? where a terminal cannot write ±
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    startup.done()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        _dispatch(words)
-        sys.stdout.flush()
+        with signals.terminable():
+            _dispatch(words)
+            sys.stdout.flush()
     except InputError as error:
         return _stop(str(error), 2)
     except TrainingError as error:
         return _stop(str(error), 1)
     except KeyboardInterrupt as stopped:
-        return _stop(str(stopped) or "stopped", 130)
+        return _stop(str(stopped) or "stopped", 128 + getattr(stopped, "signal", signal.SIGINT))
     except torch.cuda.OutOfMemoryError:
         return _stop("the GPU's memory is full: a smaller --cohort trains fewer clients at once", 1)
     except MemoryError:
-        return _stop("the memory is full: less data, a smaller model, or a smaller --cohort takes less", 1)
+        return _stop(FULL, 1)
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):  # torch's own words, of its allocator on a CPU
+            raise
+        return _stop(FULL, 1)
     except BrokenPipeError:  # the reader has closed its end, as in `fedstill methods | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

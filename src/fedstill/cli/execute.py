@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..core import settings
-from ..core.errors import TrainingError
+from ..core.errors import Stopped, TrainingError
 from ..data import Federation
 from ..report import local_work
 from ..report.text import Facts
@@ -271,10 +272,16 @@ def _report(job: Job, done: Results, facts: Facts) -> None:
 
 @contextlib.contextmanager
 def stoppable(folder: Path | None) -> Iterator[None]:
-    """Within, an interrupt says how to resume the run in a folder."""
+    """Within, an interrupt, or a full disk, says how to resume the run in a folder."""
     try:
         yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         if folder is not None and ((folder / folders.RUN).is_file() or (folder / saved.JOB).is_file()):
-            raise KeyboardInterrupt(f"stopped; 'fedstill resume {folder}' goes on") from None
+            number = getattr(stopped, "signal", signal.SIGINT)
+            raise Stopped(f"{str(stopped) or 'stopped'}; 'fedstill resume {folder}' goes on", number) from None
         raise
+    except OSError as error:
+        if folder is None or not folder.is_dir() or not Path(str(error.filename)).is_relative_to(folder):
+            raise
+        goes_on = f"its checkpoints are whole, and 'fedstill resume {folder}' goes on when it can be written"
+        raise TrainingError(f"{error.filename}: {error.strerror}; {goes_on}") from None

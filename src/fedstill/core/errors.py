@@ -70,6 +70,18 @@ class TrainingError(RuntimeError):
     """Training cannot go on (a loss that is not finite, no replies). The message is one line; the command exits with 1."""
 
 
+class Paused(Exception):
+    """A run ends before its last round, its state saved; others beside it go on to the end of the same round."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal stopped the command or a run, which has saved its state where the message says after which round."""
+
+    def __init__(self, message: str, signal: int) -> None:
+        self.signal = signal
+        super().__init__(message)
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's error, or the error's type where it has no message.
 

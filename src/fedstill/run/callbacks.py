@@ -14,6 +14,7 @@ from ..server.coordinator import Coordinator, Record, RunState
 from ..transport.messages import Dialogue, Reply, Request
 from .checkpoint import FILE_BYTES, Checkpoint
 from .journal import Journal
+from .signals import Stop
 
 Progress: TypeAlias = Callable[[Record], None]
 
@@ -36,10 +37,10 @@ class ProgressCallback:
 
 
 class JournalCallback:
-    """Writes every record, and a checkpoint every so many rounds and after the last."""
+    """Writes every record, and a checkpoint every so many rounds, after the last, and where the run is asked to stop."""
 
-    def __init__(self, journal: Journal, checkpoint_every: int, choices: Choices) -> None:
-        self.journal, self.checkpoint_every, self.choices = journal, checkpoint_every, choices
+    def __init__(self, journal: Journal, checkpoint_every: int, choices: Choices, stop: Stop | None = None) -> None:
+        self.journal, self.checkpoint_every, self.choices, self.stop = journal, checkpoint_every, choices, stop
 
     def on_start(self, coordinator: Coordinator) -> None:
         """Do nothing: the folder was made before."""
@@ -48,7 +49,8 @@ class JournalCallback:
         """Append the record; where a checkpoint is due, ask the clients for their state."""
         self.journal.record(record)
         self.journal.write_choices(self.choices)
-        due = record["round"] % self.checkpoint_every == 0 or record["round"] == coordinator.task.rounds
+        round, stops = record["round"], self.stop is not None and self.stop.due(record["round"])
+        due = round % self.checkpoint_every == 0 or round == coordinator.task.rounds or stops
         return save(self.journal, coordinator, self.choices) if due else None
 
     def on_end(self, coordinator: Coordinator) -> None:

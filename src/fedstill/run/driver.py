@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from ..core.errors import TrainingError
+from ..core.errors import Paused, TrainingError
 from ..transport.messages import Dialogue, Kind, Order, Reply, Request, Transport
 
 Key: TypeAlias = tuple[int, Kind, int, int]  # run, kind, round and client of an order
@@ -50,7 +50,7 @@ class Driver:
             for run, received in replies.items():
                 try:
                     waiting[run] = next(dialogues[run]) if received is None else dialogues[run].send(received)
-                except StopIteration:
+                except (StopIteration, Paused):
                     pass
                 except TrainingError as error:
                     failed[run] = error

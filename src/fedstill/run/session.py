@@ -43,6 +43,7 @@ from .driver import Driver
 from .journal import Journal, Survey
 from .prepare import Simulation
 from .result import Run
+from .signals import Stop, StopCallback
 
 
 @runtime_checkable
@@ -81,6 +82,7 @@ class Session:
     driver: Driver
     trainer: Trainer
     first: Sequence[int]  # by run the rounds that were over when it started
+    stop: Stop = field(default_factory=Stop)
     began: float = field(default_factory=time.perf_counter)
 
     def run(self) -> list[Run | TrainingError]:
@@ -88,6 +90,8 @@ class Session:
         try:
             with self.trainer.quiet():
                 failed = self.driver.run({c.run: c.talk() for c in self.coordinators}, self._note)
+            if self.stop.after:
+                self.stop.check()
             return [failed[c.run] if c.run in failed else self._end(c) for c in self.coordinators]
         finally:
             self.trainer.close()
@@ -130,9 +134,10 @@ class Session:
         return run
 
 
-def start(starts: Sequence[Start], transport: Transports | None = None) -> Session:
+def start(starts: Sequence[Start], transport: Transports | None = None, stop: Stop | None = None) -> Session:
     """Put everything together as it is before the first round, or after the newest checkpoints.
 
+    `stop` is how runs with a journal are asked to stop after a round.
     Raises `CannotStack` where several runs cannot be trained side by side.
     """
     sims = [start.simulation for start in starts]
@@ -143,21 +148,19 @@ def start(starts: Sequence[Start], transport: Transports | None = None) -> Sessi
         carrier = (transport or LocalTransport)(parts.edge)
     driver = Driver(carrier)
     coordinators = [
-        _coordinator(start, number, len(starts), strategy, carrier, parts.trainer)
+        _coordinator(start, number, len(starts), strategy, carrier, parts.trainer, stop)
         for number, (start, strategy) in enumerate(zip(starts, parts.rounds, strict=True))
     ]
     surveys = [None if one.journal is None else one.journal.survey(one.simulation.device) for one in starts]
     at = _common_round(starts, surveys)
-    chosen = [
-        _choose(one, survey, at) for one, survey in zip(starts, surveys, strict=True)
-    ]  # refusals come before changes
+    # every refusal comes before the first change
+    chosen = [_choose(one, survey, at) for one, survey in zip(starts, surveys, strict=True)]
     for one, survey, checkpoint, coordinator in zip(starts, surveys, chosen, coordinators, strict=True):
         _resume(one, survey, checkpoint, coordinator, driver)
     if len({coordinator.state.round for coordinator in coordinators}) > 1:
         raise CannotStack("the runs are not at the same round")
-    return Session(
-        starts, coordinators, driver, parts.trainer, [coordinator.state.round for coordinator in coordinators]
-    )
+    first = [coordinator.state.round for coordinator in coordinators]
+    return Session(starts, coordinators, driver, parts.trainer, first, stop or Stop())
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,7 @@ def edge_of(sims: Sequence[Simulation], folder: Path | None = None) -> Parts:
 
 
 def _coordinator(
-    start: Start, number: int, runs: int, rounds: Rounds, transport: Transport, trainer: Trainer
+    start: Start, number: int, runs: int, rounds: Rounds, transport: Transport, trainer: Trainer, stop: Stop | None
 ) -> Coordinator:
     sim, training = start.simulation, start.simulation.training
     with explained(sim.method, sim.task, stacked=False):
@@ -189,10 +192,12 @@ def _coordinator(
         server = rule.begin(server, sim.task.net.parameters)
     callbacks: list[Callback] = []
     if start.journal is not None:
-        callbacks.append(JournalCallback(start.journal, start.checkpoint_every, trainer.choices))
+        callbacks.append(JournalCallback(start.journal, start.checkpoint_every, trainer.choices, stop))
     if start.progress is not None:
         callbacks.append(ProgressCallback(start.progress))
     callbacks += start.callbacks
+    if start.journal is not None and stop is not None:
+        callbacks.append(StopCallback(stop))
     per_round = count(sim.task.clients, training.participation)
     return Coordinator(
         sim.method,

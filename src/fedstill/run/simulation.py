@@ -24,6 +24,7 @@ from .lock import check_free
 from .prepare import PYTHON, federation_of, from_experiment, prepare
 from .result import Run
 from .session import Elsewhere, Start, Transports, start
+from .signals import listening
 
 
 def simulate(
@@ -194,7 +195,8 @@ def share_of(federation: Federation | None, experiment: Experiment, transport: T
 def finish(one: Start, transport: Transports | None = None) -> Run:
     """Run one run to its end."""
     try:
-        (run,) = start([one], transport).run()
+        with listening(one.journal is not None) as stop:
+            (run,) = start([one], transport, stop).run()
     finally:
         if one.journal is not None:
             one.journal.release()

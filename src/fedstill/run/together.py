@@ -18,6 +18,7 @@ from .callbacks import Progress
 from .experiment import Experiment
 from .result import Run
 from .session import Session, Start, Transports, start, varying
+from .signals import Stop, listening
 from .simulation import begin
 
 
@@ -67,7 +68,8 @@ def try_together(
                 experiment, out=folder, federation=federation, progress=follow, resume=resume, transport=transport
             )
             starts.append(one)
-        return _run(dict(enumerate(starts)), begins or (lambda numbers: None), transport)
+        with listening(all(one.journal is not None for one in starts)) as stop:
+            return _run(dict(enumerate(starts)), begins or (lambda numbers: None), transport, stop)
     finally:
         for one in starts:
             if one.journal is not None:
@@ -79,9 +81,11 @@ def run_starts(starts: Sequence[Start], transport: Transports | None = None) -> 
     return _all_or_raise(attempt(starts, transport))
 
 
-def attempt(starts: Sequence[Start], transport: Transports | None = None) -> list[Run | TrainingError]:
+def attempt(
+    starts: Sequence[Start], transport: Transports | None = None, stop: Stop | None = None
+) -> list[Run | TrainingError]:
     """Run all side by side; what goes wrong in the first round of several is a reason why they cannot."""
-    session = start(starts, transport)
+    session = start(starts, transport, stop)
     first = session.coordinators[0].state.round
     try:
         return session.run()
@@ -102,12 +106,15 @@ def _reason(session: Session, error: Exception) -> str:
 
 
 def _run(
-    starts: Mapping[int, Start], begins: Callable[[Sequence[int]], None], transport: Transports | None
+    starts: Mapping[int, Start],
+    begins: Callable[[Sequence[int]], None],
+    transport: Transports | None,
+    stop: Stop | None = None,
 ) -> list[Run | TrainingError]:
     """Run all together; where that cannot be, those that differ in their seeds only; where that cannot be, one by one."""
     begins(list(starts))
     try:
-        return attempt(list(starts.values()), transport)
+        return attempt(list(starts.values()), transport, stop)
     except CannotStack as why:
         groups: dict[tuple[object, ...], list[int]] = {}
         for number, one in starts.items():
@@ -120,10 +127,10 @@ def _run(
         for numbers in groups.values() if by_seed else [[number] for number in starts]:
             subset = {number: starts[number] for number in numbers}
             if by_seed:
-                results |= zip(numbers, _run(subset, begins, transport), strict=True)
+                results |= zip(numbers, _run(subset, begins, transport, stop), strict=True)
                 continue
             begins(numbers)
-            results |= zip(numbers, attempt(list(subset.values()), transport), strict=True)
+            results |= zip(numbers, attempt(list(subset.values()), transport, stop), strict=True)
         return [results[number] for number in starts]
 
 
