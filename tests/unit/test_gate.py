@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import fedstill as fs
 from fedstill.core import tree
 from fedstill.core.tree import Tree
 from fedstill.run.experiment import Training
+from fedstill.run.journal import Journal
 from fedstill.run.prepare import Simulation, prepare
 from fedstill.run.session import Start, start
 from fedstill.server import average
@@ -345,6 +348,190 @@ def test_a_bad_upload_is_rejected_among_replies_as_they_arrive(mode: str) -> Non
     assert all(reasons.keys() == {str(BAD)} for reasons in rejected)
     assert all(BAD not in record["participants"] for record in found.history)
     assert tree.finite(found.server)
+
+
+# ---- other orders ----------------------------------------------------------------------------------------------------
+def answers(kind: str, client: int, change: Callable[[Reply], Reply], round: int = 0) -> Tampered:
+    """A transport by which one client's replies to orders of one kind are changed, in one round or (0) in all."""
+
+    def pass_on(reply: Reply) -> Reply:
+        return change(reply) if reply.kind == kind and reply.client == client and round in (0, reply.round) else reply
+
+    return Tampered(pass_on)
+
+
+def says(**numbers: object) -> Callable[[Reply], Reply]:
+    return lambda reply: dataclasses.replace(reply, report={**reply.report, **numbers})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "reason"),
+    [
+        ({"generic": 1000.0}, "it reports 1000 right answers (generic) of 2 samples"),
+        ({"samples": 10**6, "generic": 10**6}, "it reports 1e+06 samples; 2 are registered"),
+        ({"personal": -1.0}, "it reports -1 personal"),
+        ({"personal": float("nan")}, "it reports nan personal"),
+        ({"generic": "2"}, "it reports '2' generic"),
+        ({"generic": 1.5}, "it reports 1.5 generic"),
+    ],
+)
+def test_scores_that_cannot_be_do_not_count(numbers: dict[str, object], reason: str) -> None:
+    """The means are those over the others: by hand from the record of each client in an honest run."""
+    honest = finish(prepared(fs.PFedSD()))
+    found = finish(prepared(fs.PFedSD()), answers("score", BAD, says(**numbers), ROUND))
+    assert [record.get("rejected") for record in found.history] == [None, {str(BAD): reason}, None]
+    others = {k: rate for k, rate in honest.history[1]["personal_clients"].items() if k != str(BAD)}
+    assert found.history[1]["personal_clients"] == others
+    assert found.history[1]["personal"] == pytest.approx(sum(others.values()) / len(others))
+    assert 0 <= found.history[1]["generic"] <= 1
+    assert identical(states(found), states(honest))
+
+
+def test_where_nobodys_scores_can_be_one_line_says_so() -> None:
+    def change(reply: Reply) -> Reply:
+        return says(generic=1e6)(reply) if reply.kind == "score" else reply
+
+    with pytest.raises(
+        fs.TrainingError, match=r"round 1: no client sent scores that can be; client 0: it reports 1e\+06"
+    ):
+        finish(prepared(fs.FedAvg()), Tampered(change))
+
+
+@pytest.mark.parametrize("name", ["missing", "shape", "half", "nan", "huge", "extra", "nothing"])
+def test_a_model_that_cannot_be_is_refused_with_the_reason(name: str) -> None:
+    change, reason = MISMATCHES[name]
+    bad = answers("model", BAD, lambda reply: dataclasses.replace(reply, up=change(reply.up)))
+    found = finish(prepared(fs.PFedSD(), rounds=1), bad)
+    assert found.personal(BAD + 1)
+    with pytest.raises(fs.TrainingError, match="client 2 did not answer an order of the kind 'model': ") as error:
+        found.personal(BAD)
+    assert reason in str(error.value)
+
+
+def test_fine_tuning_leaves_out_a_client_whose_numbers_cannot_be() -> None:
+    bad = answers("tune", BAD, says(after=99.0))
+    found, honest = (finish(prepared(fs.FedAvg(), "plain", rounds=1), way) for way in (bad, None))
+    rates = {k: v for k, v in fs.scores.fine_tuned(honest, 1)["fine_tuned_clients"].items() if k != str(BAD)}
+    assert fs.scores.fine_tuned(found, 1)["fine_tuned_clients"] == rates
+    assert found._coordinator is not None
+    assert found._coordinator.noted == {str(BAD): "it reports 99 right answers (after) of 2 samples"}
+
+
+@pytest.mark.parametrize("numbers", [{"steps": "5"}, {"loss": None}])
+def test_replies_to_idle_orders_are_checked_too(numbers: dict[str, object]) -> None:
+    timed = dict(profile="lognormal:0.5", wait_free="until-download")
+    found = finish(prepared(fs.Ditto(), **timed), answers("idle", BAD, says(**numbers)))
+    rejected = [record["rejected"] for record in found.history if "rejected" in record]
+    assert rejected
+    assert all(reasons.keys() == {str(BAD)} for reasons in rejected)
+    assert identical({"": found.generic()}, {"": finish(prepared(fs.Ditto(), **timed)).generic()})
+
+
+STATES: dict[str, Callable[[Reply], Reply]] = {
+    "a number": says(last=-3.0),
+    "no memory": lambda reply: dataclasses.replace(reply, up={"memory": {}, "more": {"x": torch.ones(1)}}),
+    "a shape": lambda reply: dataclasses.replace(reply, up={"memory": {"v": {"fc1.bias": torch.ones(1)}}}),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_checkpoint_with_a_state_that_cannot_be_is_not_written(name: str, tmp_path: Path) -> None:
+    """Of rounds 1, 2 and 3 the second: the run goes on, and what was kept before and after can be loaded."""
+    journal = Journal(tmp_path)
+    journal.begin("", {}, torch.device("cpu"))
+    asked = iter((False, True, False))  # orders for a state do not name the round
+
+    def second(reply: Reply) -> Reply:
+        return STATES[name](reply) if next(asked) else reply
+
+    sim = prepared(fs.PFedSD(), "plain")
+    found = finish(sim, answers("state", BAD, second), journal=journal, checkpoint_every=1)
+    kept = {int("".join(filter(str.isdigit, path.stem.split("-")[1]))) for path in tmp_path.rglob("round-*")}
+    assert kept == {1, 3}
+    assert set(found.rejected) == {BAD}
+
+
+def test_the_table_names_who_was_rejected_and_why() -> None:
+    def change(reply: Reply) -> Reply:
+        if reply.kind == "train" and reply.client == BAD and reply.round > 1:
+            return dataclasses.replace(reply, up={})
+        if reply.kind == "train" and reply.client == 4 and reply.round == 3:
+            return says(samples="5")(reply)
+        return reply
+
+    found = finish(prepared(fs.FedAvg(), "plain"), Tampered(change))
+    assert found.rejected == {2: ["params|fc1.weight is missing from its upload"] * 2, 4: ["it reports '5' samples"]}
+    lines = found.table().splitlines()
+    assert "client 2: 2 replies rejected (params|fc1.weight is missing from its upload)" in lines
+    assert "client 4: 1 reply rejected (it reports '5' samples)" in lines
+
+
+# ---- counts that are not registered, and norms -----------------------------------------------------------------------
+def claims(*samples: float) -> list[Reply]:
+    return [Reply("train", 1, k, {}, {"loss": 1.0, "steps": 1.0, "samples": n}) for k, n in enumerate(samples)]
+
+
+def test_an_unregistered_client_claims_at_most_a_share() -> None:
+    gate = Gate(max_share=0.7)
+    assert gate.shares(claims(10, 20, 10)) == {}
+    assert gate.shares(claims(10, 20, 10**12)) == {2: "it reports 1e+12 samples, 100% of the round's; 70% is the most"}
+    assert set(gate.shares(claims(10, 20, 10**12, 10**15, 10))) == {2, 3}
+    assert gate.shares(claims(10**12)) == {}  # alone: its weight is 1 whatever it claims
+    known = Gate(samples=(10, 20), max_share=0.5)
+    assert set(known.shares(claims(10, 20, 31))) == {2}
+    assert known.shares(claims(10, 20, 30)) == {}
+
+
+@pytest.mark.parametrize("samples", [0, -9, float("nan"), 1.5, "5", True, None, 2**54])
+def test_an_unregistered_count_is_a_whole_number_above_0(samples: object) -> None:
+    gate, (reply,) = Gate(), claims(7)
+    assert gate.reports([reply]) == {}
+    assert gate.reports([dataclasses.replace(reply, report={**reply.report, "samples": samples})])  # type: ignore[dict-item]
+
+
+def moved(run: fs.Run, before: fs.Run) -> float:
+    """How far the server's parameters have come in the last round, of a plain model."""
+    a, b = run.generic(), before.generic()
+    return math.sqrt(sum(float((a[name].double() - b[name].double()).square().sum()) for name in a))
+
+
+def test_the_norm_of_an_update_is_bounded_by_refusing_or_by_clipping() -> None:
+    def far(reply: Reply) -> Reply:
+        at = (reply.kind, reply.round, reply.client) == ("train", ROUND, BAD)
+        return dataclasses.replace(reply, up=tree.map(lambda v: v + 100.0, reply.up)) if at else reply
+
+    refused = finish(prepared(fs.FedAvg(), "plain", max_norm=50.0), Tampered(far))
+    lost = finish(prepared(fs.FedAvg(), "plain"), Tampered(is_lost))
+    assert "away from what was sent; 50 is the most" in refused.history[1]["rejected"][str(BAD)]
+    assert identical(states(refused), states(lost))
+    two = {"rounds": 2, "max_norm": 0.01, "over_norm": "clip"}
+    clipped, before = (finish(prepared(fs.FedAvg(), "plain", **{**two, "rounds": n}), Tampered(far)) for n in (2, 1))
+    assert set(clipped.history[1]["clipped"]) == set(map(str, range(6)))
+    assert clipped.history[1]["clipped"][str(BAD)] > 100
+    assert 0 < moved(clipped, before) <= 0.01 * (1 + 1e-9)  # a mean of steps that are no longer than that
+
+
+def test_what_is_clipped_lies_between_what_was_sent_and_what_came_up() -> None:
+    """By hand: a step of norm 5 is cut to 1; the buffer goes along, whole numbers and other entries stay."""
+    sent = {"params": {"w": torch.zeros(2), "mean": torch.tensor([1.0]), "n": torch.tensor(3)}}
+    up = {
+        "params": {"w": torch.tensor([3.0, 4.0]), "mean": torch.tensor([6.0]), "n": torch.tensor(8)},
+        "c": torch.ones(1),
+    }
+    gate = Gate(max_norm=1.0, clip=True)
+    ((reply,), reasons, norms) = gate.bounded([Reply("train", 1, 0, up, {})], {0: sent}, ["w"])
+    assert (reasons, norms) == ({}, {0: 5.0})
+    assert torch.allclose(reply.up["params"]["w"], torch.tensor([0.6, 0.8]))
+    assert torch.allclose(reply.up["params"]["mean"], torch.tensor([2.0]))
+    assert int(reply.up["params"]["n"]) == 8
+    assert reply.up["c"] is up["c"]
+    assert torch.equal(up["params"]["w"], torch.tensor([3.0, 4.0]))  # what arrived is not changed
+
+
+@pytest.mark.parametrize("method", [fs.SCAFFOLD(), fs.L2GD(), fs.CD2PFed(p=0.5)], ids=lambda method: method.id)
+def test_a_norm_is_refused_where_uploads_are_no_models(method: fs.Method) -> None:
+    with pytest.raises(fs.InputError, match=f"max_norm = 1.0: should be 0 for {method.id}"):
+        prepared(method, max_norm=1.0)
 
 
 # ---- what is right ---------------------------------------------------------------------------------------------------

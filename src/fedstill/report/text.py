@@ -49,6 +49,7 @@ class Facts:
 
 
 UNKNOWN = Facts()
+NAMED = 5  # clients whose rejections a table names
 
 
 def partition_of(federation: Federation) -> str:
@@ -241,7 +242,14 @@ def notes(runs: Sequence[Run], results: Sequence[ResultRow], facts: Facts = UNKN
     rounds = f"{training.rounds} rounds, participation {training.participation:g}, {epochs}"
     batch, lr = (_values(runs, name) for name in ("batch_size", "lr"))
     lines.append(f"{rounds}, batch {batch}, lr {lr}; engine {engines}")
-    return [*lines, *differing, *server_lines(grouped(runs)), *time_lines(grouped(runs)), *privacy_lines(grouped(runs))]
+    return [
+        *lines,
+        *differing,
+        *server_lines(grouped(runs)),
+        *time_lines(grouped(runs)),
+        *privacy_lines(grouped(runs)),
+        *rejection_lines(grouped(runs)),
+    ]
 
 
 def _values(runs: Sequence[Run], name: str) -> str:
@@ -273,6 +281,26 @@ def time_lines(groups: Mapping[str, Sequence[Run]]) -> list[str]:
         seconds = [run.history[-1]["time"] for run in runs]
         duration = f"{sum(seconds) / len(seconds):,.4g} simulated s on {training.profile}"
         lines.append(f"time of {label}: {duration}{', ' if modes else ''}{'; '.join(modes)}")
+    return lines
+
+
+def rejection_lines(groups: Mapping[str, Sequence[Run]]) -> list[str]:
+    """Return a line for each client whose replies were refused, with the causes; of many clients for the first."""
+    lines = []
+    for label, runs in groups.items():
+        causes: dict[int, list[str]] = {}
+        for run in runs:
+            for client, reasons in run.rejected.items():
+                causes.setdefault(client, []).extend(reasons)
+        of = f" of {label}" if len(groups) > 1 else ""
+        for client, reasons in sorted(causes.items())[:NAMED]:
+            first, *others = dict.fromkeys(reasons)
+            more = f"; and {len(others)} other causes" if len(others) > 1 else "; and another cause" if others else ""
+            uploads = "1 reply" if len(reasons) == 1 else f"{len(reasons)} replies"
+            lines.append(f"client {client}{of}: {uploads} rejected ({first}{more})")
+        if len(causes) > NAMED:
+            count = sum(map(len, causes.values()))
+            lines.append(f"{count} replies of {len(causes)} clients{of} rejected in all")
     return lines
 
 

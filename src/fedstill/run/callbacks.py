@@ -67,7 +67,10 @@ def save(journal: Journal, coordinator: Coordinator, choices: Choices) -> Dialog
         orders = [coordinator.order("state", coordinator.task, k, {}) for k in clients[:at_once]]
         clients = clients[at_once:]
         size = 1
-        for reply in (yield Request(orders)):
+        replies = coordinator.sound((yield Request(orders)))
+        if len(replies) < len(orders):
+            return  # the checkpoint before stays the newest: this one would lack what a client keeps
+        for reply in replies:
             writer.add(reply.client, as_tree(reply))
             size = max(size, sum(leaf.nbytes for _, leaf in tree.leaves(reply.up)))
         at_once = max(1, min(FILE_BYTES // size, 256))

@@ -88,6 +88,15 @@ class Run:
         return [k for k in range(self.task.clients + len(self.newcomers)) if k not in others]
 
     @property
+    def rejected(self) -> dict[int, list[str]]:
+        """Why replies of clients were refused, round by round."""
+        causes: dict[int, list[str]] = {}
+        for record in self.history:
+            for client, reason in record.get("rejected", {}).items():
+                causes.setdefault(int(client), []).append(reason)
+        return dict(sorted(causes.items()))
+
+    @property
     def cost(self) -> accounting.Cost:
         """What a round costs a participant: steps, FLOPs (counted when first asked for), bytes; and a round's seconds."""
         if not self._cost:
@@ -105,9 +114,10 @@ class Run:
         return self._simulation is not None
 
     def ask(self, kind: Kind, clients: Sequence[int], **options: Any) -> list[Reply]:
-        """Send an order to each of the clients, with what they would download now, and return their replies."""
+        """Send an order to each of the clients, with what they would download now; return the replies that can be."""
         _, coordinator, driver = self._loaded()
-        return driver.ask([coordinator.order(kind, self.task, k, **options) for k in clients], coordinator.run)
+        replies = driver.ask([coordinator.order(kind, self.task, k, **options) for k in clients], coordinator.run)
+        return coordinator.sound(replies)
 
     def served(self, client: int) -> Params:
         """Return the model that serves a client, by the names of the model's state: its personal one, else the generic one."""
@@ -177,10 +187,12 @@ class Run:
 
     def _one(self, kind: Kind, client: int, **options: Any) -> Reply:
         """Return the reply of one client."""
-        replies = self.ask(kind, [client], **options)
-        if not replies or replies[0].refusal:
-            reason = f": {replies[0].refusal}" if replies else ""
-            raise TrainingError(f"client {client} did not answer an order of the kind {kind!r}{reason}")
+        _, coordinator, driver = self._loaded()
+        replies = driver.ask([coordinator.order(kind, self.task, client, **options)], coordinator.run)
+        reason = coordinator.unsound(replies[0]) or replies[0].refusal if replies else ""
+        if not replies or reason:
+            why = f": {reason}" if reason else ""
+            raise TrainingError(f"client {client} did not answer an order of the kind {kind!r}{why}")
         return replies[0]
 
     def _loaded(self) -> tuple[Simulation, Coordinator, Driver]:

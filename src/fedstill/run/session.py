@@ -218,6 +218,7 @@ def _coordinator(
         common=None if sim.data.common is None else functools.partial(sim.common_accuracy, trainer),
         away=frozenset(sim.newcomers),
         watch=scores.forgetting if training.forgetting else None,
+        tests={"test": sim.data.test.sizes, **({} if sim.data.val is None else {"val": sim.data.val.sizes})},
         samples=sim.data.train.sizes,
         candidates=training.candidates,
         attack=sim.attack,

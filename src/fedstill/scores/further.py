@@ -73,6 +73,8 @@ def _tune(run: Finished, clients: Sequence[int], epochs: int, subset: Subset) ->
     for first in range(0, len(clients), together):
         options = {"epochs": epochs, "subset": subset, "generic": generic}
         replies += run.ask("tune", clients[first : first + together], **options)
+    if not replies:
+        raise TrainingError("training after the federation: no client sent a reply that can be")
     for reply in replies:
         if not math.isfinite(reply.report["loss"]):
             raise TrainingError(

@@ -9,6 +9,7 @@ by side, on any transport. How a round passes in time is left to its `Rounds`; t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,21 @@ from ..core.tree import Tree
 from ..engine.step import explained
 from ..transport.messages import Dialogue, Kind, Order, Reply, Request, Transport
 from .attack import Attack
-from .gate import NEEDED, REPORTED, SMALL, TOO_LARGE, Gate, example_upload
+from .gate import (
+    NEEDED,
+    NEEDS,
+    REPORTED,
+    SMALL,
+    TOO_LARGE,
+    Gate,
+    Spec,
+    divergence,
+    example_upload,
+    misreported,
+    model_of,
+    spec_of,
+    state_of,
+)  # fmt: skip
 from .optimizer import Rule
 from .records import Scores, nbytes, split_seconds, summary, traffic
 from .sampler import Memory, Sampler, uniform
@@ -157,6 +172,7 @@ class Coordinator:
     away: frozenset[int] = frozenset()  # clients that are neither trained nor scored
     watch: Callable[[Sequence[Reply], Sequence[Record]], Record] | None = None
     """Have training watched, and return what the record says of the replies, given the history (forgetting)."""
+    tests: Mapping[str, Sequence[int]] = field(default_factory=dict)  # by split, where they are known
     samples: Sequence[int] = ()  # training samples of each client, where they are known
     candidates: int = 0  # d of the sampler power-of-choice
     attack: Attack | None = None  # simulated attackers, who are not scored
@@ -255,7 +271,10 @@ class Coordinator:
         for split in self.splits:
             orders = [self.order("score", task, k, generic=generic, split=split) for k in self.honest()]
             replies = yield Request(orders)
-            scores = Scores.read(replies, self.method.scores)
+            scores = Scores.read(self.sound(replies, split), self.method.scores)
+            if orders and not scores.clients:
+                reason = "; ".join(f"client {k}: {why}" for k, why in [*self.noted.items()][:1]) or "nobody answered"
+                raise TrainingError(f"round {task.round}: no client sent scores that can be; {reason}")
             record |= summary(scores, "" if split == self.splits[0] else f"{split}_")
         if len(self.samples):
             record["train_samples"] = {str(k): int(self.samples[k]) for k in self.honest()}
@@ -359,6 +378,33 @@ class Coordinator:
         """Return the replies of clients that are no simulated attackers."""
         attack = self.attack
         return replies if attack is None else [reply for reply in replies if reply.client not in attack.clients]
+
+    @functools.cached_property
+    def forms(self) -> tuple[Spec, Spec]:
+        """The forms of a model that a client returns, and of a client's memory."""
+        model = self.task.net.initial()
+        return spec_of({"params": model}), spec_of(self.method.init_client(self.task, model))
+
+    def sound(self, replies: Iterable[Reply], split: str = "test") -> list[Reply]:
+        """Return the replies to other orders than `train` that can be; the round's record names the other clients."""
+        reasons = {reply.client: reason for reply in replies if (reason := self.unsound(reply, split))}
+        self.note(reasons)
+        return [reply for reply in replies if reply.client not in reasons and not reply.refusal]
+
+    def unsound(self, reply: Reply, split: str = "test") -> str:
+        """Return why a reply to another order than `train` cannot be; else ""."""
+        if reply.fault or reply.refusal:
+            return reply.fault
+        tests, needed = self.tests.get(split, ()), NEEDS.get(reply.kind, ())
+        registered = {"samples": int(tests[reply.client])} if reply.client < len(tests) else {}
+        models = self.method.scores if reply.kind == "score" else ()
+        wrong = misreported(reply.report, (*needed, *models), registered if "samples" in needed else {})
+        if not wrong and reply.kind == "model":
+            wrong = model_of(reply.up, self.forms[0])
+        if not wrong and reply.kind == "state":
+            wrong = state_of(reply.up, self.forms[1], self.method.per_sample)
+        diverged = reply.kind in ("tune", "idle") and self.gate.refuse_diverged and not wrong
+        return divergence(reply) if diverged else wrong
 
     def example(self, task: Task, down: Tree) -> Tree:
         """Return what a client that was sent `down` would upload, as far as names, shapes and dtypes go."""

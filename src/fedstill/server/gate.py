@@ -40,8 +40,15 @@ WHOLE = 2**53  # up to here a float holds every whole number
 NUMBERS = 64  # most numbers of a report
 SMALL = 1 << 20  # bytes of a message beside its tensors
 DEEP = 32  # most branches within one another
+NEEDS = {  # numbers of the replies to other orders
+    "score": ("samples",),
+    "idle": REPORTED,
+    "tune": (*REPORTED, "before", "after", "samples"),
+    "state": ("last",),
+}
 COUNTS = frozenset(  # numbers of a report that count something
-    ("steps", "samples", "tests", "personal", "generic", "before", "after", "downloaded", "trained")
+    {"steps", "samples", "tests", "personal", "generic", "before", "after", "downloaded", "trained"}
+    | {"last", "undecided", "undecided_last", "begun"}
 )
 RIGHT = {  # right answers, and the samples of which they are
     **dict.fromkeys(("personal", "generic", "before", "after"), "samples"),
@@ -282,6 +289,36 @@ def misreported(report: Any, needed: Collection[str], registered: Mapping[str, i
         if name in report and of in report and report[name] > report[of]:
             return f"it reports {report[name]:g} right answers ({name}) of {report[of]:g} samples"
     return ""
+
+
+def model_of(upload: Tree, right: Spec) -> str:
+    """Return what is wrong with a reply that should be a model of this form; else ""."""
+    try:
+        wrong = difference(spec_of(upload), right)
+    except ValueError as error:
+        return str(error)
+    return wrong or ("" if tree.norms([upload])[0] <= LARGEST else too_large(upload))
+
+
+def state_of(upload: Tree, memory: Spec, per_sample: Collection[str]) -> str:
+    """Return what is wrong with a reply that should be what is kept for a client, whose memory is of this form; else "".
+
+    Its numbers may be anything: they are the client's own. Entries with a row for each sample may have any number of rows.
+    """
+    try:
+        specs = {part: spec_of(upload.get(part, {})) for part in ("memory", "undecided", "begun")}
+        spec_of(upload)
+    except (ValueError, AttributeError) as error:
+        return str(error)
+    right, own = (
+        {name: form for name, form in spec.items() if name.split(tree.SEPARATOR)[0] not in per_sample}
+        for spec in (memory, specs["memory"])
+    )
+    if own and (wrong := difference(own, right)):
+        return wrong
+    strange = {name for name, spec in specs["undecided"].items() if right.get(name, spec) != spec}
+    strange |= upload.keys() - specs.keys()
+    return f"{min(strange)[:100]} does not belong into its state" if strange else ""
 
 
 def divergence(reply: Reply) -> str:

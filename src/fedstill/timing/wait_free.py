@@ -161,7 +161,7 @@ class WaitFree(Schedule):
         for k in arrivals:
             background.since.pop(k, None)
         if others:
-            yield Request(others)
+            coordinator.sound((yield Request(others)))
             background.since.update({order.client: (task.round, arrivals[order.client]) for order in others})
         return others, int(sum(reply.report["steps"] for reply in replies))
 
@@ -177,5 +177,6 @@ class WaitFree(Schedule):
                 if background.since[k][0] == t
             ]
             replies += yield Request(orders)
-        coordinator.note(coordinator.gate.diverged(coordinator.task, replies))
+        replies = coordinator.sound(replies)
+        coordinator.gate.diverged(coordinator.task, replies)
         return replies
