@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -193,3 +196,52 @@ def test_a_share_holds_its_clients_only() -> None:
         data.train.of(2)
     with pytest.raises(fs.InputError, match="client = 0"):
         data.test.all()
+
+
+# ---- a rank that dies ------------------------------------------------------------------------------------------------
+def pid_of(rank: int, out: Path) -> int:
+    """Return the process of a rank of the run that writes into a folder."""
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            words = (folder / "cmdline").read_bytes().split(b"\0") if folder.name.isdigit() else []
+            mine = str(out).encode() in words and b"torch.distributed.run" not in words
+            if mine and f"RANK={rank}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                return int(folder.name)
+    raise AssertionError(f"no process of rank {rank}")
+
+
+def test_a_dead_rank_ends_the_run_at_once_and_it_goes_on(tmp_path: Path) -> None:
+    one, killed = tmp_path / "one", tmp_path / "killed"
+    settings = ("scaffold", "--clients", "6", "--rounds", "60", "--dtype", "float64", "--checkpoint-every", "1")
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "3",
+        "-m",
+        "fedstill",
+        "run",
+        *settings,
+    ]
+    run = subprocess.Popen(
+        [*launch, "--transport", "cluster", "--out", str(killed)],
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=ENV,
+    )  # fmt: skip
+    metrics, end = killed / "metrics.jsonl", time.monotonic() + 120
+    while time.monotonic() < end and not (metrics.is_file() and metrics.read_text().count("\n") >= 3):
+        time.sleep(0.05)
+    os.kill(pid_of(2, killed), signal.SIGKILL)
+    began = time.monotonic()
+    said = run.communicate(timeout=60)[1]
+    assert time.monotonic() - began < 15
+    assert run.returncode != 0
+    assert f"'fedstill resume {killed} --transport cluster' goes on, on any number of ranks" in said
+    assert "rank 2 of the cluster does not answer any more (its connection was closed)" in said
+    assert said.count("fedstill: ") == 1
+    done = torchrun(2, "-m", "fedstill", "resume", str(killed), "--transport", "cluster")
+    assert done.returncode == 0, done.stderr[-2000:]
+    alone = [sys.executable, "-m", "fedstill", "run", *settings, "--out", str(one)]
+    subprocess.run(alone, check=True, capture_output=True, env=ENV)
+    assert len(weights(one, 60)) == 1
+    assert weights(one, 60) == weights(killed, 60)

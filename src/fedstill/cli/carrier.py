@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 from ..core.errors import InputError, nearest
@@ -46,13 +49,23 @@ class Flags:
     reduce: bool
 
     @contextmanager
-    def start(self, device: str = "auto") -> Iterator[Carrier]:
-        """Yield what carries orders. On a rank other than 0 of a cluster that is when all is over, and nothing is left to do."""
+    def start(self, out: Path | None, device: str = "auto") -> Iterator[Carrier]:
+        """Yield what carries orders. On a rank other than 0 of a cluster that is when all is over, and nothing is left to do.
+
+        Where a rank is lost, say how to go on with what is in `out`, and end this process.
+        """
         if self.transport == "local":
             yield Carrier()
             return
-        with cluster.joined(self.backend, device, self.reduce) as joined:
-            yield Carrier(joined, leads=joined is not None)
+        try:
+            with cluster.joined(self.backend, device, self.reduce) as joined:
+                yield Carrier(joined, leads=joined is not None)
+        except ConnectionError as lost:
+            go_on = (
+                "" if out is None else f"; 'fedstill resume {out} --transport cluster' goes on, on any number of ranks"
+            )
+            print(f"fedstill: {lost}{go_on}", file=sys.stderr, flush=True)
+            os._exit(1)  # threads that listen to the other ranks would hold this process up
 
 
 def take(flag_values: dict[str, Any]) -> Flags:

@@ -134,7 +134,7 @@ def run(argv: Sequence[str]) -> None:
 
 def _execute(job: Job, where: carrier.Flags) -> None:
     """Run a job on a transport."""
-    with where.start(job.first.device) as on:
+    with where.start(job.out, job.first.device) as on:
         if on.leads:
             execute(job, transport=on.transport)
 
@@ -217,7 +217,7 @@ def resume(argv: Sequence[str]) -> None:
     folder = Path(words[0])
     with flags.named(flag_values):
         rounds = flags.take(Experiment, flag_values).get("rounds")
-        with carrier.take(flag_values).start() as on:
+        with carrier.take(flag_values).start(folder) as on:
             if on.leads:
                 _resume(folder, rounds, on.transport)
 

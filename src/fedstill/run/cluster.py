@@ -6,6 +6,7 @@ answer orders until rank 0 has ended.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from ..edge.edge import Edge
 from ..methods.fedavg import FedAvg
 from ..server.gate import REPORTED, Gate, divergence, example_upload, misreported
 from ..transport import cluster
-from ..transport.cluster import BackendName, Group, Ranks
+from ..transport.cluster import BackendName, Group, RankLost, Ranks
 from ..transport.messages import Answering, Order, Reply
 from .experiment import Experiment
 from .prepare import PYTHON, Simulation, federation_of, from_experiment, pick_device
@@ -130,14 +131,19 @@ def joined(backend: BackendName = "auto", device: str = "auto", reduce: bool = T
     """
     group = Group(backend, pick_device(device))
     if group.rank:
-        cluster.serve(group, lambda about: _clients(group, about))
+        with contextlib.suppress(RankLost):  # rank 0 has ended, and says why
+            cluster.serve(group, lambda about: _clients(group, about))
         yield None
     else:
         one = Cluster(group, reduce)
         try:
             yield one
-        finally:
+        except RankLost:  # there is nobody left to tell: torchrun ends the others
+            raise
+        except BaseException:
             one.close()
+            raise
+        one.close()
     group.leave()
 
 

@@ -89,6 +89,8 @@ def attempt(
     first = session.coordinators[0].state.round
     try:
         return session.run()
+    except ConnectionError:  # a rank of the cluster is lost, for all runs
+        raise
     except Exception as error:
         if len(starts) > 1 and all(c.state.round == first for c in session.coordinators):
             raise CannotStack(_reason(session, error)) from error

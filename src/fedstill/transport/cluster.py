@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import os
 import queue
+import signal
 import threading
 import time
 from collections import Counter
@@ -121,7 +122,7 @@ class Group:
         return parcel.part(row, layout, device)
 
 
-class RankLost(TrainingError):
+class RankLost(ConnectionError):
     """A process of the cluster has died, or its connection has."""
 
 
@@ -134,7 +135,7 @@ class _named:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, TrainingError):
+        if isinstance(error, RuntimeError):
             who = "a rank of the cluster" if self.rank is None else f"rank {self.rank} of the cluster"
             raise RankLost(f"{who} does not answer any more ({_brief(error)})") from error
 
@@ -285,7 +286,12 @@ class Ranks:
 
 
 def serve(group: Group, opened: Callable[[Mapping[str, Any]], tuple[Answering, torch.device]]) -> None:
-    """Answer rank 0 until it says that all is over. `opened` sets up this rank's clients from what `open` was told."""
+    """Answer rank 0 until it says that all is over. `opened` sets up this rank's clients from what `open` was told.
+
+    Rank 0 decides what an interrupt or a request to end means; this rank ends with it.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     edge: Answering | None = None
     device = torch.device("cpu")
     while True:
