@@ -19,7 +19,7 @@ from fedstill.data.poison import poisoned, stamped, trigger_value
 from fedstill.server.attack import Attack, attacking, z_max
 from fedstill.transport.messages import Reply
 
-from ..problems import SETTINGS, Tampered, cut_and_resumed, identical, make, ragged, rows, run, states
+from ..problems import SETTINGS, WIRED, Tampered, cut_and_resumed, identical, make, ragged, rows, run, states
 
 FORGING = ("sign-flip", "gaussian", "alie", "inner-product")
 NAMES = ("w", "b")
@@ -235,6 +235,42 @@ def test_attackers_are_named_and_not_scored(kind: str) -> None:
 def test_an_attack_is_the_same_with_any_number_of_workers() -> None:
     one, three = (attacked("gaussian", trainer={}, workers=workers) for workers in (1, 3))
     assert identical(states(one), states(three))
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "alie", "backdoor"])
+def test_an_attack_is_the_same_with_messages_as_bytes(kind: str) -> None:
+    given = {**SETTINGS, "participation": 1.0, "rounds": 2, "engine": "one", "attack": kind, "attackers": 2}
+    local, wired = (
+        fs.simulate(fs.PFedSD(), model=make("normed"), data=ragged(SIZES), transport=transport, **given)
+        for transport in (None, WIRED)
+    )
+    assert identical(states(local), states(wired))
+
+
+@pytest.mark.parametrize("rule", ["median", "fltrust"])
+def test_two_seeds_side_by_side_have_attackers_of_their_own(rule: str) -> None:
+    given = dict(
+        clients=6, partition="dirichlet:100", rounds=2, epochs=1, attack="gaussian", attackers=2, average=rule,
+        dtype="float64", engine="stacked", device="cpu", attack_strength=0.1, root_samples=20,
+    )  # fmt: skip
+    both = [fs.Experiment(method=fs.FedAvg(), seed=seed, **given) for seed in (1, 2)]
+    together, alone = fs.run_together(both), [fs.run(experiment) for experiment in both]
+    assert together[0].attackers != together[1].attackers
+    for one, other in zip(together, alone, strict=True):
+        assert one.attackers == other.attackers
+        for name, value in one.generic().items():
+            assert float((value - other.generic()[name]).abs().max()) <= 1e-9
+
+
+@pytest.mark.parametrize("timing", [{"deadline": 0.5, "late": "fold"}, {"mode": "fedbuff", "buffer": 3}])
+def test_attackers_forge_in_simulated_time(timing: dict) -> None:
+    """Also uploads that come rounds late, or from an older model."""
+    given = {"attack_strength": 1.0, "profile": "lognormal:2", "rounds": 4, **timing}
+    end = attacked("sign-flip", fs.FedAvg(), **given)
+    seen = {k for record in end.history for k in record["attackers"]}
+    assert seen
+    assert seen <= set(end.attackers)
+    assert tree.finite(end.server)
 
 
 def test_a_run_forges_what_the_formula_says_and_nothing_else() -> None:

@@ -96,6 +96,17 @@ def test_an_upload_with_half_the_weight_is_the_geometric_median() -> None:
     assert np.abs(vector(chosen) - matrix(trees)[2]).max() <= CLOSE
 
 
+def test_a_corner_of_120_degrees_is_the_geometric_median() -> None:
+    """Fermat's point of a triangle; the iteration alone comes near it by 1/steps only."""
+    corner = [{"a": torch.zeros(2).double()}]
+    sides = [{"a": torch.tensor([math.cos(t), math.sin(t)]).double()} for t in (0.0, 2 * math.pi / 3)]
+    assert float(robust.geometric_median([*sides, *corner], [1.0] * 3)["a"].norm()) <= CLOSE
+    near = [{"a": torch.tensor([math.cos(t), math.sin(t)]).double()} for t in (0.0, 2.0)]  # 114.6°: inside the triangle
+    z = robust.geometric_median([*near, *corner], [1.0] * 3)["a"].numpy()
+    to = [one["a"].numpy() - z for one in [*near, *corner]]
+    assert np.abs(sum(way / np.linalg.norm(way) for way in to)).max() <= CLOSE  # three angles of 120°
+
+
 @pytest.mark.parametrize("limit", [0.0, 0.5, 3.0])
 @pytest.mark.parametrize(("n", "seed"), NUMBERS)
 def test_norm_clip_equals_the_formula(n: int, seed: int, limit: float) -> None:

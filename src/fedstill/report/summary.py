@@ -79,7 +79,15 @@ def _numbers(run: Run) -> dict[str, Any]:
     )  # fmt: skip
     values = {**{name: record[name] for name in names if name in record}, **scores.numbers(run.after, run.history)}
     newcomers = {"newcomers": list(run.newcomers)} if run.newcomers else {}
-    return {**values, **newcomers, "seconds": seconds(run), "engine": run.engine, "round_cost": run.cost.to_dict()}
+    attackers = {"attackers": list(run.attackers)} if run.attackers else {}
+    return {
+        **values,
+        **newcomers,
+        **attackers,
+        "seconds": seconds(run),
+        "engine": run.engine,
+        "round_cost": run.cost.to_dict(),
+    }
 
 
 def _means(runs: Sequence[Run]) -> dict[str, Any]:
