@@ -17,6 +17,7 @@ from fedstill.core.protection import Robustness
 from fedstill.core.tree import Tree
 from fedstill.data.poison import poisoned, stamped, trigger_value
 from fedstill.server.attack import Attack, attacking, z_max
+from fedstill.server.trust import root_of
 from fedstill.transport.messages import Reply
 
 from ..problems import SETTINGS, WIRED, Tampered, cut_and_resumed, identical, make, ragged, rows, run, states
@@ -185,6 +186,19 @@ def test_a_backdoor_sets_trigger_and_label_of_a_share() -> None:
     assert all(torch.equal(x.x_train, y.x_train) for x, y in zip(data.clients[1:], bad.clients[1:], strict=True))
     with pytest.raises(fs.InputError, match="a class from 0 to 2"):
         poisoned(data, "backdoor", {0}, 0.5, 5, target=3)
+
+
+def test_a_share_of_a_federation_is_poisoned_as_the_whole() -> None:
+    """On a cluster every process has the samples of its own clients only."""
+    data = ragged(SIZES)
+    whole, share = (poisoned(one, "label-flip", {0, 3}, 0.5, 5) for one in (data, data.only([0, 1])))
+    for k in (0, 1):
+        assert torch.equal(whole.clients[k].y_train, share.clients[k].y_train)
+    assert not torch.equal(whole.clients[0].y_train, data.clients[0].y_train)
+    with pytest.raises(fs.InputError, match="its trigger depends on everybody's samples"):
+        poisoned(data.only([0, 1]), "backdoor", {0}, 0.5, 5)
+    with pytest.raises(fs.InputError, match="the server has no samples of its own"):
+        root_of(data.only([0, 1]), 5, 0)
 
 
 def test_the_trigger_of_images_is_a_square_in_the_last_corner() -> None:

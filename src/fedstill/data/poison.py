@@ -28,7 +28,11 @@ def poisoned(
     """Return the federation with `share` of these clients' training samples poisoned, each client's rounded up."""
     if kind == "backdoor" and target >= federation.classes:
         raise InputError("backdoor_target", target, f"a class from 0 to {federation.classes - 1}")
-    value = trigger_value(client.x_train for client in federation.clients)
+    if kind == "backdoor" and federation.whole is not None:
+        raise InputError(
+            "attack", kind, "another with clients in other processes: its trigger depends on everybody's samples"
+        )
+    value = trigger_value(client.x_train for client in federation.clients) if kind == "backdoor" else torch.zeros(())
 
     def poison(k: int, client: Client) -> Client:
         n = len(client.y_train)

@@ -27,6 +27,9 @@ from .robust import fltrust
 
 def root_of(federation: Federation, number: int, seed: int) -> tuple[Pair, Federation]:
     """Return `number` samples for the server, and the federation without them where they come from its common test set."""
+    if federation.test is None and federation.whole is not None:
+        right = "another with clients in other processes, or data with a common test set: the server has no samples of its own"
+        raise InputError("average", "fltrust", right)
     x, y = federation.test if federation.test is not None else _union(federation)
     most = len(y) - 1 if federation.test is not None else len(y)
     if number > most:
