@@ -238,6 +238,7 @@ def test_lists_cannot_name_files_outside(tmp_path: Path) -> None:
         ("/etc/hostname 0", "CLASS/FILE"),
         ("real/bird/out.png 0", "links do not stay"),
         ("real/bird/pipe.png 0", "regular file"),
+        (f"real/bird/{'a' * 400}.png 0", "File name too long"),
         ("real/bird/a.png " + "9" * 5000, "a label"),
         ("real/bird/a.png 99999", "label 99999 where 1 "),
         ("real/bird/a.png 123456", "a label"),

@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _stop("the GPU's memory is full: a smaller --cohort trains fewer clients at once", 1)
     except MemoryError:
         return _stop(FULL, 1)
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):  # torch's own words, of its allocator on a CPU
+    except RuntimeError as error:  # as torch says it, of its allocator on a CPU
+        if "can't allocate memory" not in str(error) and "can't start new thread" not in str(error):
             raise
         return _stop(FULL, 1)
     except BrokenPipeError:  # the reader has closed its end, as in `fedstill methods | head -1`

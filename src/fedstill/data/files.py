@@ -32,7 +32,7 @@ EXPANSION = 200  # times its size that compressed data may expand to; published 
 FREELY = 64 << 20  # bytes that any compressed data may expand to
 CHUNK = 1 << 20  # bytes to read at a time
 LONGEST_HEADER = 10_000  # bytes of an array's header in an npz file, as numpy limits it
-MOST_DIMS = 8
+MOST_DIMS, MOST_MEMBERS = 8, 10_000
 Split = tuple[Array, Array, tuple[Array, Array] | None]  # training samples, labels, and the test split, if any
 
 
@@ -199,8 +199,13 @@ def npz_split(file: IO[bytes], where: str) -> Split:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
             names = [member.filename.removesuffix(".npy") for member in members]
+            if len(members) > MOST_MEMBERS:
+                raise wrong(where, f"an npz file of at most {MOST_MEMBERS:,} arrays (it holds {len(members):,})")
+            tests = [name for name in ("test_x", "test_y") if name in names]
             if {"train_x", "train_y"} <= set(names):
-                wanted = ["train_x", "train_y", *(["test_x", "test_y"] if {"test_x", "test_y"} <= set(names) else [])]
+                wanted = ["train_x", "train_y", *tests]
+                if len(tests) == 1:
+                    raise wrong(where, f"an npz file with test_x and test_y, or without (it holds {tests[0]} alone)")
             elif {"x", "y"} <= set(names):
                 wanted = ["x", "y"]
             else:
@@ -209,6 +214,8 @@ def npz_split(file: IO[bytes], where: str) -> Split:
             if twice := [name for name in wanted if names.count(name) > 1]:
                 raise wrong(where, f"an npz file whose arrays are there once (it has {twice[0]} twice)")
             found = [_member(archive, where, members[names.index(name)]) for name in wanted]
+            for member in members:  # the directory agrees with what stands before each member; nothing is expanded
+                archive.open(member).close()
             memory.require("data file", where, sum(size + 4 * math.prod(shape) for *_, shape, _, size in found))
             arrays = [_array(archive, where, *each) for each in found]
     except (InputError, MemoryError):

@@ -132,7 +132,7 @@ def contained(paths: Iterable[Path], folder: Path) -> None:
     for path in paths:
         if path.parent not in parents:
             parents[path.parent] = Path(os.path.realpath(path.parent))
-        real = Path(os.path.realpath(path)) if path.is_symlink() else parents[path.parent]
+        real = Path(os.path.realpath(path)) if os.path.islink(path) else parents[path.parent]
         if not real.is_relative_to(root):
             raise wrong(path, f"within {root}, where its links do not stay (it is {real})")
 
