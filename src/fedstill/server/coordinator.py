@@ -35,6 +35,7 @@ from .gate import (
     Spec,
     divergence,
     example_upload,
+    in_a_line,
     misreported,
     model_of,
     spec_of,
@@ -347,7 +348,7 @@ class Coordinator:
                 record["clipped"] = {str(k): norm for k, norm in clipped.items()}
         reasons = dict(sorted({**faulty, **misread, **diverged, **reasons}.items()))
         if reasons:
-            record["rejected"] = {str(client): reason for client, reason in reasons.items()}
+            record["rejected"] = {str(client): in_a_line(reason) for client, reason in reasons.items()}
         return accepted, record
 
     def most_steps(self, task: Task, replies: Iterable[Reply]) -> dict[int, int]:
@@ -359,7 +360,7 @@ class Coordinator:
 
     def note(self, reasons: Mapping[int, str]) -> None:
         """Have the round's record name these clients, whose replies to other orders than `train` are refused."""
-        self.noted |= {str(client): reason for client, reason in reasons.items()}
+        self.noted |= {str(client): in_a_line(reason) for client, reason in reasons.items()}
 
     def forged(self, attack: Attack, task: Task, orders: Iterable[Order], replies: Sequence[Reply]) -> list[Reply]:
         """Return replies with the attackers' uploads forged."""

@@ -348,6 +348,11 @@ def too_large(upload: Tree) -> str:
     return f"{TOO_LARGE}: their norm is above {LARGEST:.2g}" if finite else NOT_FINITE
 
 
+def in_a_line(reason: str) -> str:
+    """Return a reason, which may hold names that a client has made up, as one short line."""
+    return " ".join(reason.split())[:300]
+
+
 def _advice(task: Task) -> str:
     return f"a smaller lr (now {task.lr:g}) usually helps"
 
