@@ -134,6 +134,22 @@ def test_a_changed_record_of_a_job_is_refused(capsys) -> None:
         assert "job.json is as fedstill wrote it" in refused(capsys, "resume", "c")
 
 
+def test_what_was_trained_together_must_be_known(capsys) -> None:
+    """Otherwise it would go on in other groups, to other bits, without a word."""
+    words = ["run", "fedavg", *TINY, "--rounds", "1", "--seeds", "2", "--engine", "stacked"]
+    assert main([*words, "--out", "many"]) == 0
+    groups = Path("many/groups.json")
+    for text, says in (
+        ('{"groups": []}', "its checksum is wrong"),
+        ("[" * 10**5, "deep"),
+        (None, "does not name seed-0"),
+    ):
+        groups.unlink() if text is None else groups.write_text(text)
+        capsys.readouterr()
+        assert says in refused(capsys, "resume", "many", "--rounds", "2")
+    assert main(["resume", "many/seed-0", "--rounds", "2"]) == 0
+
+
 def test_a_run_of_a_stack_that_goes_on_alone_is_told_that_bits_differ(capsys) -> None:
     assert main(["run", "fedavg", *TINY, "--rounds", "2", "--seeds", "2", "--engine", "stacked", "--out", "many"]) == 0
     assert main(["resume", "many/seed-0", "--rounds", "3"]) == 0

@@ -193,6 +193,8 @@ def _run_stacked(
         except TrainingError as error:
             outcomes[name] = error
     left = [name for name in runs if name not in outcomes]
+    if resume:
+        groups.check([name for name in left if (folder := job.folder(*runs[name])) and Journal(folder).history()])
     for names in groups.divide(left) if resume else [left]:
         members = [runs[name] for name in names]
         outcomes |= zip(names, _run_group(job, members, federations, progress, groups, resume, transport), strict=True)

@@ -7,9 +7,11 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..core.errors import InputError
 from ..core.files import PART, write
+from ..core.reading import Unreadable, read_json
 from ..report import figures
 from ..report.summary import is_summary, summary
 from ..report.text import Facts
@@ -31,8 +33,8 @@ def is_demo(out: Path) -> bool:
     if not out.is_dir() or not any(out.iterdir()):
         return False
     try:
-        record = json.loads((out / SUMMARY).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        record: Any = read_json(out / SUMMARY)
+    except Unreadable:
         record = None
     made = is_summary(record) and record.get("command") == DEMO
     patterns = _patterns(record["methods"]) if made else []

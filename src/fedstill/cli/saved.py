@@ -7,21 +7,18 @@ groups.json   which runs were trained together, in the order in which they began
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core import settings
+from ..core import files, settings
 from ..core.errors import InputError
-from ..core.files import write
+from ..core.files import Damaged, write
 from ..core.version import __version__
 from ..run.experiment import FORMAT, Experiment
 from .job import Job
 
 JOB, GROUPS = "job.json", "groups.json"
-DIGEST = "sha256"
 
 
 def write_job(job: Job) -> None:
@@ -35,26 +32,26 @@ def write_job(job: Job) -> None:
         "explicit": list(job.explicit),
         "experiments": {label: _values(experiment) for label, experiment in job.experiments.items()},
     }
-    write(job.out / JOB, (json.dumps({**record, DIGEST: _digest(record)}, indent=2) + "\n").encode())
+    write(job.out / JOB, files.seal(record, indent=2))
 
 
 def read_job(folder: Path) -> Job:
     """Return the job that a folder holds; refuse a record that has been changed or was written in another format."""
     try:
-        record = json.loads((folder / JOB).read_text(encoding="utf-8"))
-        digest = record.pop(DIGEST)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        record, digest = {}, ""
-    if not record or digest != _digest(record):
-        right = (
-            f"a folder whose {JOB} is as fedstill wrote it; 'fedstill resume' of a run's own folder in it still works"
-        )
-        raise InputError("folder", str(folder), right)
+        record = files.unseal(folder / JOB)
+    except Damaged as error:
+        raise damaged(folder, JOB, str(error)) from None
     if record["format"] != FORMAT:
         right = f"in format {FORMAT}: fedstill {record['fedstill']} wrote it in format {record['format']}"
         raise InputError("folder", str(folder), right)
     experiments = {label: Experiment.from_values(values) for label, values in record["experiments"].items()}
     return Job(experiments, record["seeds"], folder, record["command"], tuple(record["explicit"]))
+
+
+def damaged(folder: Path, name: str, problem: str) -> InputError:
+    """Return the refusal of a folder one of whose files is not as it was written."""
+    each = "'fedstill resume' of a run's own folder in it still works"
+    return InputError("folder", str(folder), f"a folder whose {name} is as fedstill wrote it ({problem}); {each}")
 
 
 def is_job(folder: Path) -> bool:
@@ -68,7 +65,10 @@ def beside(folder: Path) -> Path | None:
     if job is None:
         return None
     name = folder.absolute().relative_to(job).as_posix()
-    last = next((group for group in reversed(Groups.read(job).log) if name in group), [])
+    try:
+        last = next((group for group in reversed(Groups.read(job).log) if name in group), [])
+    except InputError:
+        return job  # not known
     return job if len(last) > 1 else None
 
 
@@ -81,21 +81,26 @@ class Groups:
 
     @classmethod
     def read(cls, folder: Path | None) -> Groups:
-        """Return the groups that began before; none where the file is missing or damaged."""
-        groups = cls(folder)
-        if folder is not None and (folder / GROUPS).is_file():
-            try:
-                log = json.loads((folder / GROUPS).read_text(encoding="utf-8"))
-                groups.log = [[str(name) for name in names] for names in log]
-            except (OSError, ValueError, TypeError, RecursionError):
-                groups.log = []
-        return groups
+        """Return the groups that began before; none where none did. Refuse a file that is damaged."""
+        if folder is None or not (folder / GROUPS).exists():
+            return cls(folder)
+        try:
+            log = files.unseal(folder / GROUPS)["groups"]
+        except Damaged as error:
+            raise damaged(folder, GROUPS, str(error)) from None
+        return cls(folder, log)
+
+    def check(self, begun: Sequence[str]) -> None:
+        """Refuse to divide runs that have begun, and of which nobody knows with which others."""
+        lost = set(begun) - {name for group in self.log for name in group}
+        if lost and self.folder is not None:
+            raise damaged(self.folder, GROUPS, f"it does not name {min(lost)}")
 
     def begin(self, names: Sequence[str]) -> None:
         """Note that these runs now begin together."""
         if self.folder is not None:
             self.log.append(list(names))
-            write(self.folder / GROUPS, json.dumps(self.log).encode())
+            write(self.folder / GROUPS, files.seal({"groups": self.log}))
 
     def divide(self, names: Sequence[str]) -> list[list[str]]:
         """Divide runs that go on into those that were trained together, and at the end those that had not begun.
@@ -116,7 +121,3 @@ class Groups:
 def _values(experiment: Experiment) -> dict[str, Any]:
     method = {"id": experiment.method.id, **settings.values_of(experiment.method)}
     return {**settings.values_of(experiment), "method": method}
-
-
-def _digest(record: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()

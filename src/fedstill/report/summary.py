@@ -55,7 +55,8 @@ def summary(
 
 def is_summary(value: Any) -> bool:
     """Return whether a JSON value is a summary that this library wrote."""
-    return isinstance(value, dict) and value.get("format") == FORMAT and {"fedstill", "methods"} <= value.keys()
+    ours = isinstance(value, dict) and value.get("format") == FORMAT and {"fedstill", "methods"} <= value.keys()
+    return ours and isinstance(value["methods"], dict)
 
 
 def _explanations(runs: Sequence[Run], facts: Facts) -> dict[str, str]:
