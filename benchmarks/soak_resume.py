@@ -8,7 +8,9 @@ and disk are forked from one that has imported everything, so that a kill costs 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import random
@@ -33,12 +35,26 @@ TIMED = ["--profile", "lognormal:0.8"]
 RUNS = {
     "a synchronous run": ["run", "scaffold", "--engine", "one", *TIMED, "--drop", "0.1"],
     "a FedBuff run": ["run", "ditto", "--engine", "one", *TIMED, "--mode", "fedbuff", "--buffer", "2"],
-    "a wait-free run": ["run", "spectral", "--engine", "one", *TIMED, "--wait-free", "until-download"],
+    "a wait-free run": [
+        "run",
+        "spectral",
+        "--engine",
+        "one",
+        *TIMED,
+        "--wait-free",
+        "until-download",
+        "--personal-cap",
+        "30",
+    ],
     "a stacked comparison": ["compare", "fedavg", "pfedsd", "--engine", "stacked", "--seeds", "2"],
 }
 SERVER = """
 import errno, json, os, pathlib, signal, sys
 import fedstill.cli
+fedstill.cli.execute.folders.draw = lambda *words: ""  # a picture takes longer than such a run
+for words in json.loads(sys.argv[1]):  # so that nothing is imported again in every fork
+    fedstill.cli.main(words)
+print("ready", flush=True)
 for line in sys.stdin:
     job = json.loads(line)
     child = os.fork()
@@ -73,12 +89,17 @@ for line in sys.stdin:
 class Forks:
     """Commands in processes of their own, forked from one that has imported fedstill."""
 
-    def __init__(self, folder: Path) -> None:
-        self.log = folder / "said"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    def __init__(self) -> None:
+        descriptor, log = tempfile.mkstemp(prefix="fedstill-soak-said-")
+        os.close(descriptor)
+        self.log = Path(log)  # what the last command printed
+        warm = [[*RUNS[name], *TINY, "--rounds", "1"] for name in ("a synchronous run", "a stacked comparison")]
         self.server = subprocess.Popen(
-            [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+            [sys.executable, "-c", SERVER, json.dumps(warm)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        while self.server.stdout.readline() != "ready\n":
+            pass
 
     def begin(self, words: Sequence[str], how: str = "", at: int = -1) -> int:
         """Begin a command; return its process. `how` is what happens at the `at`-th time that a file is flushed or renamed."""
@@ -99,17 +120,22 @@ class Forks:
         self.server.stdin.close()
         self.server.wait()
         self.server.stdout.close()
+        self.log.unlink()
+
+
+@functools.cache
+def one_for_all() -> Forks:
+    """Return what forks commands, the same for all sections."""
+    forks = Forks()
+    atexit.register(forks.close)
+    return forks
 
 
 @contextlib.contextmanager
 def workshop() -> Iterator[tuple[Path, Forks]]:
     """Yield a temporary folder and what forks commands."""
     with tempfile.TemporaryDirectory(prefix="fedstill-soak-") as folder:
-        forks = Forks(Path(folder))
-        try:
-            yield Path(folder), forks
-        finally:
-            forks.close()
+        yield Path(folder), one_for_all()
 
 
 def contents(folder: Path) -> dict[str, Any]:
@@ -370,9 +396,10 @@ def signals(short: bool) -> list[Row]:
     """Ctrl-C and SIGTERM at random moments, from the import on; a second process."""
     draw, sent, finished = random.Random(5), 0, 0
     kinds = [("a FedBuff run", signal.SIGTERM)] if short else [(name, n) for name in RUNS for n in (2, 15)]
-    with workshop() as (folder, _):
+    with tempfile.TemporaryDirectory(prefix="fedstill-soak-") as made_here:
+        folder = Path(made_here)
         for name, number in kinds:
-            command = [*RUNS[name], *TINY, "--rounds", "40", "--checkpoint-every", "10"]
+            command = [*RUNS[name], *TINY, "--rounds", "20" if short else "40", "--checkpoint-every", "10"]
             assert main([*command, "--out", str(folder / "whole")]) == 0
             out, before = folder / "cut", 0
             for trial in range(2 if short else 8):
@@ -409,17 +436,18 @@ def signals(short: bool) -> list[Row]:
 
 def _second(folder: Path, short: bool) -> list[Row]:
     """A second process is refused, and the first is not disturbed."""
-    command, out = [*RUNS["a stacked comparison"], *TINY, "--rounds", "25"], folder / "busy"
+    command, out = [*RUNS["a stacked comparison"], *TINY, "--rounds", "8" if short else "25"], folder / "busy"
     assert main([*command, "--out", str(folder / "whole")]) == 0
     first, refused = _process([*command, "--out", str(out)]), 0
     while recorded(out) < 4:
         time.sleep(0.002)
     first.send_signal(signal.SIGSTOP)  # so that it does not end before
     try:
-        for words in (
+        commands = [
             ["resume", str(out)], ["resume", str(out / "fedavg" / "seed-0")], [*command, "--out", str(out)],
             ["run", "fedavg", *TINY, "--out", str(out / "fedavg" / "seed-0")],
-        ):  # fmt: skip
+        ]  # fmt: skip
+        for words in commands[: 1 if short else None]:
             second = _process(words)
             said = second.communicate()[0]
             assert second.returncode == 2, said
