@@ -36,13 +36,30 @@ def test_every_method_that_couples_is_here() -> None:
     assert {name for name, kind in fs.METHODS.items() if kind.coupled} == set(BOOKS)
 
 
-class Corrupting(LocalTransport):
-    """Spoils the uploads of two clients in every other round: what the gate must reject."""
+REJECTED: dict[str, Callable[[Reply], Reply]] = {
+    "upload": lambda reply: dataclasses.replace(reply, up=tree.map(lambda t: t * torch.nan, reply.up)),
+    "report": lambda reply: dataclasses.replace(reply, report={**reply.report, "samples": 10**12}),
+    "diverged": lambda reply: dataclasses.replace(reply, report={**reply.report, "finite": 0.0}),
+    "unread": lambda reply: Reply("train", reply.round, reply.client, order=reply.order, fault="no message"),
+}
 
-    def replies(self, timeout: float | None = None) -> Iterator[Reply]:
-        for reply in super().replies(timeout):
-            spoilt = reply.kind == "train" and reply.client in (1, 4) and reply.round % 2
-            yield dataclasses.replace(reply, up=tree.map(lambda t: t * torch.nan, reply.up)) if spoilt else reply
+
+@dataclasses.dataclass(frozen=True)
+class Corrupting:
+    """Spoils the replies of two clients in every other round: what the gate must reject."""
+
+    spoil: Callable[[Reply], Reply]
+
+    def __call__(self, edge: Edge) -> LocalTransport:
+        spoil = self.spoil
+
+        class Carrier(LocalTransport):
+            def replies(self, timeout: float | None = None) -> Iterator[Reply]:
+                for reply in super().replies(timeout):
+                    spoilt = reply.kind == "train" and reply.client in (1, 4) and reply.round % 2
+                    yield spoil(reply) if spoilt else reply
+
+        return Carrier(edge)
 
 
 def gap(run: fs.Run) -> float:
@@ -116,8 +133,10 @@ def test_the_books_agree_under_a_deadline(method: str, late: str) -> None:
 @pytest.mark.parametrize(
     "timing", [{}, {"profile": "lognormal:1", "over_select": 1.4, "late": "fold"}], ids=["plain", "timed"]
 )
-def test_the_books_agree_when_the_gate_rejects(method: str, timing: dict) -> None:
-    run = trained(METHODS[method], 3, Corrupting, participation=1.0, **timing)
+@pytest.mark.parametrize("what", REJECTED)
+def test_the_books_agree_when_the_gate_rejects(method: str, timing: dict, what: str) -> None:
+    transport = Corrupting(REJECTED[what])
+    run = trained(METHODS[method], 3, transport, participation=1.0, on_divergence="refuse", **timing)
     rejected = [record["rejected"] for record in run.history if "rejected" in record]
     assert rejected
     assert set().union(*rejected) <= {"1", "4"}

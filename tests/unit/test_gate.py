@@ -303,6 +303,19 @@ def test_where_everybody_diverges_one_line_says_so() -> None:
     assert found.history[1]["participants"] == [5]
 
 
+def test_where_all_uploads_are_too_large_one_line_says_so() -> None:
+    """They are finite and nobody reports a divergence; without it the run would go on for ever and merge nothing."""
+    huge, _ = MISMATCHES["huge"]
+
+    def change(reply: Reply) -> Reply:
+        return dataclasses.replace(reply, up=huge(reply.up)) if reply.kind == "train" else reply
+
+    with pytest.raises(
+        fs.TrainingError, match=r"round 1: the training of all 6 clients diverged \(client 0: .* too large"
+    ):
+        finish(prepared(fs.FedAvg()), Tampered(change))
+
+
 def test_one_client_that_diverges_ends_no_run_of_single_replies() -> None:
     """FedAsync merges one reply at a time, so the only one of a round may be the bad one."""
     single = dict(profile="lognormal:0.5", mode="fedasync", rounds=12)
@@ -480,6 +493,18 @@ def test_an_unregistered_client_claims_at_most_a_share() -> None:
     known = Gate(samples=(10, 20), max_share=0.5)
     assert set(known.shares(claims(10, 20, 31))) == {2}
     assert known.shares(claims(10, 20, 30)) == {}
+    assert set(Gate(samples=(10, 20, 7), max_share=0.7).shares(claims(10, 20, 10**9), ())) == {
+        2
+    }  # test samples, which nobody has registered
+
+
+def test_scores_of_unregistered_tests_have_a_share_too() -> None:
+    session = start([Start(prepared(fs.FedAvg()))], answers("score", BAD, says(samples=1e9, generic=1e9)))
+    session.coordinators[0].tests = {}
+    (found,) = session.run()
+    assert isinstance(found, fs.Run)
+    assert found.rejected == {BAD: ["it reports 1e+09 samples, 100% of the round's; 90% is the most"] * 3}
+    assert found.history[-1]["personal_clients"].keys() == {"0", "1", "3", "4", "5"}
 
 
 @pytest.mark.parametrize("samples", [0, -9, float("nan"), 1.5, "5", True, None, 2**54])

@@ -272,7 +272,10 @@ class Coordinator:
         for split in self.splits:
             orders = [self.order("score", task, k, generic=generic, split=split) for k in self.honest()]
             replies = yield Request(orders)
-            scores = Scores.read(self.sound(replies, split), self.method.scores)
+            sound = self.sound(replies, split)
+            claimed = self.gate.shares(sound, self.tests.get(split, ()))
+            self.note(claimed)
+            scores = Scores.read([reply for reply in sound if reply.client not in claimed], self.method.scores)
             if orders and not scores.clients:
                 reason = "; ".join(f"client {k}: {why}" for k, why in [*self.noted.items()][:1]) or "nobody answered"
                 raise TrainingError(f"round {task.round}: no client sent scores that can be; {reason}")

@@ -168,16 +168,17 @@ class Gate:
                 why = f"the training of {who} diverged (client {client}: {reason})"
                 raise TrainingError(f"round {task.round}: {why}; {_advice(task)}")
 
-    def shares(self, replies: Sequence[Reply]) -> Reasons:
-        """Return which clients claim too large a share of the samples; those who registered theirs only count in the sum.
+    def shares(self, replies: Sequence[Reply], registered: Sequence[int] | None = None) -> Reasons:
+        """Return which clients claim too large a share of the samples; those whose number is registered only count in the sum.
 
         The largest claim goes first, and the others are compared without it. Several that claim alike cover one another: only
         registration is certain.
         """
-        doubtful = {reply.client: reply.report["samples"] for reply in replies if reply.client >= len(self.samples)}
+        sizes = self.samples if registered is None else registered
+        doubtful = {reply.client: reply.report["samples"] for reply in replies if reply.client >= len(sizes)}
         if not doubtful or self.max_share >= 1:
             return {}
-        total = sum(self.samples[r.client] for r in replies if r.client < len(self.samples)) + sum(doubtful.values())
+        total = sum(sizes[r.client] for r in replies if r.client < len(sizes)) + sum(doubtful.values())
         reasons, others = {}, len(replies)
         while doubtful and others > 1:
             client = max(doubtful, key=lambda k: doubtful[k])
