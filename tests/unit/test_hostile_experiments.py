@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedstill as fs
-from fedstill.cli import main
+from fedstill.cli import main, saved
+from fedstill.core import files
 from fedstill.core.errors import InputError, printable
 from fedstill.core.settings import fields_of
-from fedstill.run.experiment import Experiment
+from fedstill.run.experiment import FORMAT, Experiment
 
 SELF: list[Any] = []
 SELF.append(SELF)
@@ -150,3 +151,46 @@ def test_a_flag_of_many_digits(digits: str, capsys: Any) -> None:
     assert main(["run", "fedavg", "--data", f"synthetic:1,1,{digits}"]) == 2
     assert main(["run", "fedavg", "--data", f"flickr-aes:{digits}"]) == 2
     assert all(len(line) < 2500 for line in capsys.readouterr().err.splitlines())
+
+
+def test_the_record_of_a_job_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
+    table = saved._values(fs.Experiment())
+    good = {
+        "format": FORMAT,
+        "fedstill": "0",
+        "command": "compare",
+        "seeds": 1,
+        "explicit": [],
+        "experiments": {"a": table},
+    }
+
+    def read(**changes: Any) -> Any:
+        (tmp_path / saved.JOB).write_bytes(files.seal({**good, **changes}))
+        return saved.read_job(tmp_path)
+
+    assert list(read().experiments) == ["a"]
+    for label in ("../a", "/tmp/a", "", "a/../../b", "\x1b[2J"):
+        with pytest.raises(InputError, match="names no folder"):
+            read(experiments={label: table})
+    for name, value, says in (
+        ("experiments", [], "an object"),
+        ("experiments", {}, "names no folder"),
+        ("experiments", {"a": 3}, "a mapping"),
+        ("seeds", 0, "at least 1"),
+        ("seeds", "1", "a whole number"),
+        ("command", None, "command"),
+        ("explicit", [1], "a text"),
+        ("format", 1, "in format"),
+    ):
+        with pytest.raises(InputError, match=says):
+            read(**{name: value})
+    (tmp_path / saved.JOB).write_text("[" * 100_000)
+    with pytest.raises(InputError, match=r"job\.json is as fedstill wrote it"):
+        saved.read_job(tmp_path)
+    (tmp_path / saved.JOB).unlink()
+    os.mkfifo(tmp_path / saved.JOB)
+    with pytest.raises(InputError, match=r"job\.json is as fedstill wrote it"):
+        saved.read_job(tmp_path)
+    os.mkfifo(tmp_path / saved.GROUPS)
+    with pytest.raises(InputError, match=r"groups\.json is as fedstill wrote it"):
+        saved.Groups.read(tmp_path)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core import files, settings
-from ..core.errors import InputError
+from ..core.errors import InputError, can_be_shown
 from ..core.files import Damaged, write
+from ..core.reading import Unreadable, field, items
 from ..core.version import __version__
 from ..run.experiment import FORMAT, Experiment
 from .job import Job
@@ -41,11 +42,19 @@ def read_job(folder: Path) -> Job:
         record = files.unseal(folder / JOB)
     except Damaged as error:
         raise damaged(folder, JOB, str(error)) from None
-    if record["format"] != FORMAT:
-        right = f"in format {FORMAT}: fedstill {record['fedstill']} wrote it in format {record['format']}"
+    if record.get("format") != FORMAT:
+        right = f"in format {FORMAT}: fedstill {record.get('fedstill')} wrote it in format {record.get('format')}"
         raise InputError("folder", str(folder), right)
-    experiments = {label: Experiment.from_values(values) for label, values in record["experiments"].items()}
-    return Job(experiments, record["seeds"], folder, record["command"], tuple(record["explicit"]))
+    try:
+        tables, command = field(record, "experiments", dict), field(record, "command", str)
+        seeds, explicit = field(record, "seeds", int, least=1), items(record, "explicit", str)
+    except Unreadable as error:
+        raise damaged(folder, JOB, f"it should be {error}") from None
+    for label in tables or [""]:  # each names a folder within this one
+        if not label or ".." in Path(label).parts or Path(label).is_absolute() or not can_be_shown(label):
+            raise damaged(folder, JOB, f"{label!r} names no folder within it")
+    experiments = {label: Experiment.from_values(values) for label, values in tables.items()}
+    return Job(experiments, seeds, folder, command, tuple(explicit))
 
 
 def damaged(folder: Path, name: str, problem: str) -> InputError:

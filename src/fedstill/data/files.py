@@ -85,8 +85,10 @@ def read_bytes(path: Path, limit: int | None = None) -> bytes:
     with unpacked(path) as (stream, most, packed):
         free = memory.available() // 2
         bound = min(most, free, *([limit] if limit is not None else []))
-        if most > bound and not packed:
-            raise _too_large(path, bound, most)
+        if not packed:
+            if most > bound:
+                raise _too_large(path, bound, most)
+            return stream.read(most)
         chunks, size = [], 0
         while chunk := stream.read(CHUNK):
             chunks.append(chunk)

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ...core.reading import Unreadable, read_json
 from .convolution import GROUPED, PRODUCT, Shape, apply
 
 Times: TypeAlias = dict[str, float]  # milliseconds by algorithm
@@ -169,10 +170,9 @@ def _cache_file(device: torch.device) -> Path:
 
 def _read(file: Path) -> dict[str, str]:
     try:
-        known = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return {key: name for key, name in read_json(file).items() if isinstance(name, str)}
+    except Unreadable:
         return {}
-    return known if isinstance(known, dict) else {}
 
 
 def _write(file: Path, known: dict[str, str]) -> None:
