@@ -23,6 +23,7 @@ LAYERS = (
     ("scores",),
     ("run", "papers"),
     ("report",),
+    ("deploy",),
     ("cli",),
 )
 LAYER = {package: level for level, packages in enumerate(LAYERS) for package in packages}

@@ -188,7 +188,7 @@ class Edge:
         with explained(method, task, stacked=False):
             return method.personal(task, order.down, memory)
 
-    def _served(self, order: Order) -> Params:
+    def served(self, order: Order) -> Params:
         """Return the model that serves the client: its personal one, else the generic one that came along."""
         if self._has(order, "personal"):
             return self._personal(order)
@@ -197,12 +197,12 @@ class Edge:
 
     def _model(self, orders: Sequence[Order]) -> Iterator[Reply]:
         for order in orders:
-            yield self._reply(order, {"params": self._served(order)})
+            yield self._reply(order, {"params": self.served(order)})
 
     def _tune(self, orders: Sequence[Order]) -> Iterator[Reply]:
         """Train clients' models further, on copies, and score them before and after."""
         first = orders[0]
-        models = [self._served(order) for order in orders]
+        models = [self.served(order) for order in orders]
         slots = [self.slot(order) for order in orders]
         before = self.trainer.score(first.split, list(zip(slots, models, strict=True)))
         trainer = self._tuner(first)

@@ -248,7 +248,7 @@ def _agrees(bench: Bench, layers: tuple[Layer, ...]) -> bool:
     """Return whether three ragged steps in float64 give what autograd gives, for each form of the update."""
     net = Net(bench.net.module, bench.net.device, torch.float64)
     x, y = bench.data.train.x[:5].double(), bench.data.train.y[:5]
-    if x[0].numel() != net.initial()[layers[0].weight].shape[1]:
+    if not len(x) or x[0].numel() != net.initial()[layers[0].weight].shape[1]:
         return False
     order = torch.arange(len(y)).flip(0)
     forms = [SGD(0.01, 0.0, False, 0.1), SGD(0.01, 0.9, False, 0.1), SGD(0.01, 0.9, True, 0.1)]

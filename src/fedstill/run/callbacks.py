@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -63,8 +64,9 @@ def save(journal: Journal, coordinator: Coordinator, choices: Choices) -> Dialog
     kept = {"server": state.server, **({"timing": timing} if timing else {})}
     writer = journal.writer(state.round, kept, choices)
     clients, at_once = sorted(coordinator.touched), 1
+    task = dataclasses.replace(coordinator.task, round=state.round)  # a client that keeps its own state names it by the round
     while clients:
-        orders = [coordinator.order("state", coordinator.task, k, {}) for k in clients[:at_once]]
+        orders = [coordinator.order("state", task, k, {}) for k in clients[:at_once]]
         clients = clients[at_once:]
         size = 1
         replies = coordinator.sound((yield Request(orders)))
@@ -79,9 +81,10 @@ def save(journal: Journal, coordinator: Coordinator, choices: Choices) -> Dialog
 
 def restore(checkpoint: Checkpoint, coordinator: Coordinator) -> Dialogue[None]:
     """Send the clients back what a checkpoint holds of them."""
+    task = dataclasses.replace(coordinator.task, round=checkpoint.round)
     for client, state in checkpoint.clients():
         coordinator.touched.add(client)
-        yield Request([coordinator.order("restore", coordinator.task, client, state)])
+        yield Request([coordinator.order("restore", task, client, state)])
 
 
 def state_of(checkpoint: Checkpoint, history: list[Record]) -> tuple[RunState, Tree]:

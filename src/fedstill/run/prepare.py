@@ -135,7 +135,7 @@ def prepare(
     if attack is not None and training.attack in POISONS:
         federation = poisoned(federation, attack.kind, attack.clients, attack.strength, seed, training.backdoor_target)
     manager = DataManager(federation, device, dtype)
-    net.probe(manager.train.x[:2], federation.classes)
+    net.probe(_example(manager, federation), federation.classes)
     task = Task(
         net=net,
         split=split,
@@ -170,6 +170,12 @@ def prepare(
     return Simulation(
         method, training, trainer, manager, net.initial(), device, samples, joining, federation.external, devices, attack, trust
     )  # fmt: skip
+
+
+def _example(manager: DataManager, federation: Federation) -> torch.Tensor:
+    """Return two samples; zeros where this process holds none, as a hub whose sites keep their data."""
+    x = manager.train.x[:2]
+    return x if len(x) else x.new_zeros((2, *federation.shape))
 
 
 def pick_device(name: str) -> torch.device:

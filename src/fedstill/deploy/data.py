@@ -1,0 +1,94 @@
+"""What a site tells of its data, and federations of which a process holds one client's samples, or nobody's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..core.errors import InputError, Shown
+from ..data import Federation
+from ..data import load as load_source
+from ..data.federation import Client, Whole
+
+SPLITS = ("train", "test", "val")
+
+
+@dataclass(frozen=True, eq=False)
+class Own:
+    """A site's own data, which stays where it is."""
+
+    client: Client
+    classes: int
+    labels: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, path: str, split: str = "80/20") -> Own:
+        """Read an npz file or a folder; what has no test part of its own is divided by `split`."""
+        dataset = load_source(path, fetch=False)
+        tests = dataset.test_tensors()
+        if tests is not None:
+            return cls(Client(*dataset.tensors(), *tests), dataset.classes, dataset.labels)
+        whole = Federation.from_dataset(dataset, partition="iid", clients=1, split=split)
+        return cls(whole.clients[0], dataset.classes, dataset.labels)
+
+    def about(self) -> dict[str, Any]:
+        """Return what the hub must know: shape, classes and numbers of samples, and a checksum that tells of a change."""
+        alone = Federation((self.client,), self.classes, "", "")
+        sizes = {split: size for split in SPLITS if (size := alone.sizes(split)[0])}  # type: ignore[arg-type]
+        shape = list(self.client.x_train.shape[1:])
+        dtype = str(self.client.x_train.dtype).removeprefix("torch.")
+        return {
+            "shape": shape,
+            "dtype": dtype,
+            "classes": self.classes,
+            "labels": list(self.labels),
+            "sizes": sizes,
+            "checksum": alone.checksum(),
+        }
+
+    def among(self, client: int, clients: int, classes: int) -> Federation:
+        """Return the federation as this site sees it: it is one of the clients, of the others it holds and knows nothing."""
+        everyone = [_empty(self.client)] * clients
+        everyone[client] = self.client
+        alone = Federation((self.client,), self.classes, "", "")
+        own = {split: alone.sizes(split)[0] for split in SPLITS}  # type: ignore[arg-type]
+        sizes = tuple(own if k == client else dict.fromkeys(SPLITS, 0) for k in range(clients))
+        whole = Whole(frozenset([client]), False, sizes, alone.checksum())
+        record = {"format": 1, "kind": "arrays", "clients": clients}
+        return Federation(tuple(everyone), classes, "site", whole.checksum, None, record, self.labels, whole=whole)
+
+
+def skeleton(names: Sequence[str], abouts: Sequence[Mapping[str, Any]]) -> Federation:
+    """Return the federation as the hub sees it: no samples, but what the sites have told of theirs. Refuse what does not fit."""
+    first = abouts[0]
+    for name, about in zip(names, abouts, strict=True):
+        for field in ("shape", "dtype"):
+            if about[field] != first[field]:
+                right = f"{first[field]} as at site {names[0]!r}"
+                raise InputError(f"{field} of site {name!r}", Shown(str(about[field])), right)
+        if about["labels"] and first["labels"] and about["labels"] != first["labels"]:
+            right = f"{', '.join(first['labels'])}, as at site {names[0]!r}"
+            raise InputError(f"classes of site {name!r}", Shown(", ".join(about["labels"])), right)
+    validated = {bool(about["sizes"].get("val")) for about in abouts}
+    if len(validated) > 1:
+        raise InputError("validation data", Shown("at some sites"), "at all sites or at none")
+    x = torch.empty((0, *first["shape"]), dtype=getattr(torch, first["dtype"]))
+    y = torch.empty(0, dtype=torch.int64)
+    nobody = Client(x, y, x, y, *((x, y) if True in validated else ()))
+    sums = ",".join(str(about["checksum"]) for about in abouts)
+    sizes = tuple({split: int(about["sizes"].get(split, 0)) for split in SPLITS} for about in abouts)
+    record = {"format": 1, "kind": "sites", "clients": len(names), "names": list(names), "sizes": list(sizes)}
+    labels = tuple(first["labels"])
+    classes = max(int(about["classes"]) for about in abouts)
+    whole = Whole(frozenset(), False, sizes, sums)
+    return Federation((nobody,) * len(names), classes, "sites", sums, None, record, labels, whole=whole)
+
+
+def _empty(client: Client) -> Client:
+    """Return a client without samples, of the same shapes and types."""
+    tensors = {f.name: getattr(client, f.name) for f in dataclasses.fields(client)}
+    return Client(**{name: t if t is None else t[:0].clone() for name, t in tensors.items()})

@@ -1,0 +1,244 @@
+"""The hub's desk: answers what sites say, and runs experiments whose clients they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core import files, tree
+from ..core.errors import InputError, Shown, TrainingError
+from ..core.version import __version__
+from ..data import Federation
+from ..edge.edge import Edge
+from ..run import simulation
+from ..run.callbacks import Progress
+from ..run.experiment import Experiment
+from ..run.journal import Journal
+from ..run.prepare import Simulation
+from ..run.result import Run
+from ..server.coordinator import Record
+from ..transport.sites import Sites
+from .data import skeleton
+
+DEPLOYMENT = "deployment.json"  # in a run's folder: its id, its sites, and how often the hub has begun or gone on with it
+SLACK = 8 << 20  # bytes that a reply may have beside its tensors
+LOCAL_ONLY = {  # what simulates devices or adversaries, or asks for data that stays at its site
+    "profile": "", "attack": "none", "new": False, "averaged": False, "external": "", "newcomers": 0,
+}  # fmt: skip
+HOLD = 5.0  # seconds for which a site that asks is kept waiting for an order
+Log = Callable[[str], None]
+
+
+@dataclass
+class Seen:
+    """What a site has told of itself, and when it last did."""
+
+    about: dict[str, Any]
+    at: float
+
+
+@dataclass
+class Open:
+    """The run that is open."""
+
+    sites: Sites
+    about: dict[str, Any]
+    key: list[Any] = field(default_factory=list)
+
+
+class Desk:
+    """What sites talk to. Whoever carries the bytes says which site it is; that name has been authenticated."""
+
+    def __init__(self, log: Log = lambda line: None, hold: float = HOLD) -> None:
+        self.log, self.hold = log, hold
+        self.known: dict[str, Seen] = {}
+        self.refusals: list[dict[str, Any]] = []  # messages that were not taken, newest last
+        self.opened: Open | None = None
+        self._changed = threading.Condition()
+
+    def answer(self, site: str, header: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+        """Answer a message of a site: it says who it is, asks for an order, or sends a reply."""
+        do = header.get("do")
+        if do == "hello":
+            return self._hello(site, header), b""
+        if site not in self.known:
+            return {"do": "hello"}, b""
+        self.known[site].at = time.time()
+        if do == "ask":
+            return self._ask(site, header)
+        if do == "reply":
+            now = self.opened
+            if now is None or site not in now.sites.boxes or header.get("run") != now.key:
+                return {"taken": False, "why": "no such run is open"}, b""
+            why = now.sites.take(site, body)
+            return {"taken": not why, "why": why}, b""
+        if do == "failed":
+            self.refuse(site, f"it cannot take part: {str(header.get('why'))[:300]}")
+            if self.opened is not None:
+                self.opened.sites.close(f"site {site}: {str(header.get('why'))[:300]}")
+            return {}, b""
+        self.refuse(site, "it sent a message of an unknown kind")
+        return {"error": "unknown"}, b""
+
+    def refuse(self, site: str, reason: str) -> None:
+        """Note a message that was not taken."""
+        self.refusals = [*self.refusals[-199:], {"at": time.time(), "site": site, "reason": reason}]
+        self.log(f"refused {site}: {reason}")
+
+    def wait_for(self, names: Sequence[str], seconds: float) -> list[str]:
+        """Wait until all these sites have told of themselves; return those that have not."""
+        end = time.monotonic() + seconds
+        with self._changed:
+            while [n for n in names if n not in self.known] and time.monotonic() < end:
+                self._changed.wait(max(0.0, end - time.monotonic()))
+        return [name for name in names if name not in self.known]
+
+    def _hello(self, site: str, header: Mapping[str, Any]) -> dict[str, Any]:
+        version = header.get("version")
+        if version != __version__:
+            self.refuse(site, f"it has fedstill {str(version)[:40]}, the hub {__version__}")
+            return {"refused": f"the hub has fedstill {__version__}, this site {str(version)[:40]}: install the same"}
+        about = header.get("about")
+        try:
+            checked = _checked(about)
+        except (TypeError, KeyError, ValueError):
+            self.refuse(site, "what it tells of itself cannot be read")
+            return {"refused": "what it tells of itself cannot be read"}
+        with self._changed:
+            new = site not in self.known
+            self.known[site] = Seen(checked, time.time())
+            self._changed.notify_all()
+        if new:
+            self.log(f"site {site} is here: {checked['sizes']} samples, shape {checked['shape']}")
+        return {"welcome": True, "clock": time.time()}
+
+    def _ask(self, site: str, header: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+        now = self.opened
+        if now is None or site not in now.sites.boxes:
+            with self._changed:
+                self._changed.wait(min(self.hold, 1.0))
+            return {"do": "wait"}, b""
+        if header.get("run") != now.key:
+            k = now.sites.names.index(site)
+            return {"do": "open", "about": {**now.about, "client": k}}, b""
+        data = now.sites.next(site, self.hold)
+        return ({"do": "wait"}, b"") if data is None else ({"do": "order", "run": now.key}, data)
+
+    def open(self, sites: Sites, about: dict[str, Any]) -> None:
+        """Have sites take part in a run from now on."""
+        with self._changed:
+            self.opened = Open(sites, about, [about["run"], about["attempt"]])
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Have sites take part in no run."""
+        with self._changed:
+            self.opened = None
+            self._changed.notify_all()
+
+
+class Deployment:
+    """Makes the transport of one run whose clients are sites (`run/session.Elsewhere`)."""
+
+    def __init__(self, desk: Desk, names: Sequence[str], folder: Path, deadline: float | None = None) -> None:
+        """Run in `folder` with the sites `names`; a round waits for `deadline` seconds, None: for all sites."""
+        self.desk, self.names, self.folder, self.deadline = desk, tuple(names), folder, deadline
+
+    def share(self, clients: int) -> frozenset[int]:
+        """Return the clients that the hub holds: none."""
+        return frozenset()
+
+    def open(self, edge: Edge, simulations: Sequence[Simulation]) -> Sites:
+        """Have all sites set up their client of the run."""
+        (sim,) = simulations
+        assert sim.experiment is not None
+        largest = sum(leaf.nbytes for _, leaf in tree.leaves(sim.initial))
+        sites = Sites(self.names, limit=8 * largest + SLACK, patience=self.deadline, refused=self.desk.refuse)
+        about = {"experiment": sim.experiment.to_toml(), "clients": len(self.names), "classes": self._classes}
+        self.desk.open(sites, {**self._begin(), **about})
+        return sites
+
+    def federation(self) -> Federation:
+        """Return the federation as the sites have described it."""
+        abouts = [self.desk.known[name].about for name in self.names]
+        made = skeleton(self.names, abouts)
+        self._classes = made.classes
+        return made
+
+    def _begin(self) -> dict[str, Any]:
+        """Count one more attempt at the run of this folder, new or begun."""
+        file = self.folder / DEPLOYMENT
+        if file.exists():
+            about = json.loads(file.read_text())
+            if about["sites"] != list(self.names):
+                right = f"{', '.join(about['sites'])}, as when the run began"
+                raise InputError("sites", Shown(", ".join(self.names)), right)
+        else:
+            about = {"run": secrets.token_hex(8), "sites": list(self.names), "attempt": 0}
+        about["attempt"] += 1
+        files.write(file, (json.dumps(about, indent=2) + "\n").encode())
+        checkpoint = Journal(self.folder).load(torch.device("cpu"))
+        return {"run": about["run"], "attempt": about["attempt"], "round": checkpoint.round if checkpoint else 0}
+
+
+def check(experiment: Experiment) -> Experiment:
+    """Return an experiment as a deployment runs it; refuse what only a simulation can do."""
+    for name, off in LOCAL_ONLY.items():
+        if getattr(experiment, name) != off:
+            raise InputError(name, getattr(experiment, name), f"{off!r}: sites are real, and their data stays with them")
+    return dataclasses.replace(experiment, engine="one", checkpoint_every=1, data="digits", data_root="", clients=0, device="cpu", workers=1)  # fmt: skip
+
+
+def run(
+    desk: Desk,
+    experiment: Experiment,
+    names: Sequence[str],
+    folder: Path,
+    *,
+    deadline: float | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """Run an experiment with these sites, all of which have told of themselves; a folder that holds it is continued."""
+    experiment = check(experiment)
+    deployment = Deployment(desk, names, folder, deadline)
+    federation = deployment.federation()
+    journal = Journal(folder)
+    try:
+        if journal.begun:
+            start = simulation.continued(folder, federation=federation, progress=progress, transport=deployment)
+            return simulation.finish(start, deployment)
+        return simulation.run(
+            experiment, out=folder, federation=federation, progress=progress, transport=deployment
+        )
+    finally:
+        desk.close()
+
+
+def roster(history: Sequence[Record], names: Sequence[str]) -> list[str]:
+    """Return the sites that never counted in a run."""
+    counted = {k for record in history for k in record["participants"]}
+    return [name for k, name in enumerate(names) if k not in counted]
+
+
+def _checked(about: object) -> dict[str, Any]:
+    """Return what a site has told of itself, bounded and typed."""
+    if not isinstance(about, dict):
+        raise TypeError
+    shape = [int(n) for n in about["shape"]]
+    sizes = {str(name): int(size) for name, size in about["sizes"].items() if name in ("train", "test", "val")}
+    labels = [str(name)[:200] for name in about["labels"]]
+    dtype = about["dtype"]
+    sane = 1 <= len(shape) <= 6 and all(1 <= n <= 1 << 20 for n in shape) and 1 <= int(about["classes"]) <= 100_000
+    if not sane or dtype not in ("float32", "float64") or not 0 < sizes["train"] < 1 << 40 or not 0 < sizes["test"]:
+        raise ValueError
+    numbers = {name: float(about["machine"][name]) for name in ("clock", "memory", "disk")}
+    return {"shape": shape, "dtype": dtype, "classes": int(about["classes"]), "labels": labels, "sizes": sizes, "checksum": str(about["checksum"])[:100], "machine": numbers}  # fmt: skip

@@ -1,0 +1,255 @@
+"""A site's station: answers the hub's orders with the same edge as a simulation, for one client, and outlives its process.
+
+    runs/RUN/state.bin           what is kept for the client, and the last reply, written before the reply leaves
+    runs/RUN/round-000003.bin    the same as it was when the hub had kept that round; the newest two
+    runs/RUN/personal.safetensors    the model that serves the site, as it was last scored
+
+An order that comes again, because the site or the hub was restarted, is answered by the reply that was kept: it is carried out
+once. A hub that goes on after round t has the site go back to what it kept then, and the rounds after it come out the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+import struct
+import threading
+import time
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from ..core import files
+from ..core.errors import InputError, Shown, TrainingError, first_line
+from ..core.memory import available
+from ..core.version import __version__
+from ..edge.edge import Edge
+from ..edge.monitor import Monitor
+from ..run.experiment import Experiment
+from ..run.prepare import from_experiment
+from ..run.session import edge_of
+from ..transport import wire
+from ..transport.messages import Order, Reply
+from .data import Own
+
+MAGIC = b"fedstill-state-1"
+KEEP = 2  # rounds, as many as the hub keeps checkpoints
+WORKING = ("train", "begin", "idle")  # orders that change what is kept
+Log = Callable[[str], None]
+Kept: TypeAlias = tuple[dict[str, Any], bytes, bytes]  # what a file says of itself, the client's state, the last reply
+Talk: TypeAlias = Callable[[Mapping[str, Any], bytes], tuple[dict[str, Any], bytes]]
+"""Sends the hub a message, a header and bytes, and returns its answer; raises `Unreachable`."""
+PAUSE = 0.5  # seconds before a hub that could not be reached is asked again
+
+
+class Unreachable(ConnectionError):
+    """The hub does not answer: it is away, or the network is."""
+
+
+class Station:
+    """One site's client in one run at a time."""
+
+    def __init__(
+        self, folder: Path, own: Own, *, device: str = "auto", monitor: Monitor | None = None, log: Log = lambda line: None
+    ) -> None:
+        """Keep everything under `folder`; train on `device` whatever the hub's experiment says."""
+        self.folder, self.own, self.device, self.monitor, self.log = folder, own, device, monitor, log
+        self.key: tuple[str, int] | None = None  # of the run that is open: its id, and which of the hub's attempts at it
+        self._edge: Edge | None = None
+        self._last = (0, b"")  # the id of the last order that was carried out, and the reply
+
+    def open(self, about: Mapping[str, Any]) -> None:
+        """Set up the client of the run that the hub describes, and go on from what was kept of it in the same attempt."""
+        run, attempt, client = str(about["run"]), int(about["attempt"]), int(about["client"])
+        if not run.isalnum():
+            raise InputError("run", run, "letters and digits")
+        experiment = Experiment.from_values(tomllib.loads(str(about["experiment"])))
+        # what the hub says of data and machines does not hold here: nothing but the site's own data is read
+        experiment = dataclasses.replace(experiment, data="digits", data_root="", external="", device=self.device)
+        federation = self.own.among(client, int(about["clients"]), int(about["classes"]))
+        sim, _ = from_experiment(experiment, federation)
+        sim = dataclasses.replace(sim, trainer=sim.trainer.over(sim.trainer.bench, together=1))
+        self._sim, self._client = sim, client
+        self._run, self.key, self._last = self.folder / run, (run, attempt), (0, b"")
+        files.make_folder(self._run)
+        self._reset()
+        kept = _read(self._run / "state.bin")
+        if kept is not None and kept[0]["attempt"] == attempt:
+            self._put(kept[1])
+            self._last = int(kept[0]["order"]), kept[2]
+            self.log(f"run {run}: goes on from what was kept")
+        elif int(about["round"]):
+            self._go_back(int(about["round"]), kept)
+
+    def handle(self, data: bytes) -> bytes:
+        """Carry out an order, once, and return the reply."""
+        order = wire.decode(data, Order)
+        if order.id == self._last[0]:
+            return self._last[1]
+        if order.client != self._client or order.run:
+            return _refuse(order, "the order is to another client")
+        if order.kind == "restore":
+            return self._restore(order)
+        if order.kind == "model":
+            return _refuse(order, "the personal model stays at the site")
+        assert self._edge is not None
+        try:
+            (reply,) = self._edge.handle([order])
+        except (TrainingError, InputError, RuntimeError, MemoryError) as error:
+            self.log(f"round {order.round}: {order.kind} failed: {error}")
+            return _refuse(order, f"it failed: {first_line(error)}")
+        if order.kind == "state":
+            self._snapshot(order.round, reply)
+            return wire.encode(dataclasses.replace(reply, up={}))
+        answer = wire.encode(reply)
+        if order.kind in WORKING and not reply.refusal:
+            self._keep(order, answer)
+        elif order.kind == "score" and order.split == "test":
+            self._export(order)
+        return answer
+
+    # ---- what is kept ------------------------------------------------------------------------------------------------
+    def _reset(self) -> None:
+        """Have the client begin anew."""
+        self._edge = edge_of([self._sim]).edge
+        self._edge.monitors = [self.monitor]
+
+    def _state(self) -> Reply:
+        """Return all that is kept for the client."""
+        assert self._edge is not None
+        (state,) = self._edge.handle([Order("state", 0, self._client)])
+        return state
+
+    def _put(self, state: bytes) -> None:
+        """Put back what `_state` returned."""
+        kept = wire.decode(state, Reply, self._sim.device)
+        numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in kept.report.items()}
+        assert self._edge is not None
+        list(self._edge.handle([Order("restore", 0, self._client, {**kept.up, "report": numbers})]))
+
+    def _keep(self, order: Order, answer: bytes) -> None:
+        """Write what is kept now, with the reply that made it so."""
+        self._last = order.id, answer
+        assert self.key is not None
+        about = {"attempt": self.key[1], "order": order.id, "round": order.round}
+        _write(self._run / "state.bin", about, wire.encode(self._state()), answer)
+
+    def _snapshot(self, round: int, state: Reply) -> None:
+        """Keep what is kept now as that of a round."""
+        assert self.key is not None
+        _write(self._run / f"round-{round:06d}.bin", {"attempt": self.key[1], "round": round}, wire.encode(state), b"")
+        for old in sorted(self._run.glob("round-*.bin"))[:-KEEP]:
+            old.unlink()
+
+    def _go_back(self, round: int, kept: Kept | None) -> None:
+        """Have what was kept when the hub's round `round` was over, since it goes on from there.
+
+        A site that was away when that round was kept has nothing of its name: what it had last is as old, or older.
+        """
+        named = _read(self._run / f"round-{round:06d}.bin")
+        if named is None and kept is not None and int(kept[0]["round"]) <= round:
+            named = kept
+        for file in sorted(self._run.glob("round-*.bin"), reverse=True):
+            if named is None and int(file.stem.removeprefix("round-")) < round:
+                named = _read(file)
+        if named is not None:
+            self._put(named[1])
+
+    def _restore(self, order: Order) -> bytes:
+        """Go back to what was kept at the end of a round."""
+        kept = _read(self._run / f"round-{order.round:06d}.bin")
+        if kept is None:
+            return _refuse(order, f"what it kept of round {order.round} is not there any more, or damaged")
+        for later in self._run.glob("round-*.bin"):
+            if int(later.stem.removeprefix("round-")) > order.round:
+                later.unlink()
+        self._reset()
+        self._put(kept[1])
+        answer = wire.encode(Reply("restore", order.round, order.client, run=order.run, order=order.id))
+        self._keep(order, answer)
+        self.log(f"round {order.round}: back to what was kept")
+        return answer
+
+    def _export(self, order: Order) -> None:
+        """Write the model that serves the site as it was scored."""
+        from safetensors.torch import save
+
+        assert self._edge is not None
+        model = self._edge.served(order)
+        tensors = {name: leaf.detach().cpu().contiguous().clone() for name, leaf in model.items()}
+        about = {"round": str(order.round), "model": self._sim.experiment.model if self._sim.experiment else ""}
+        files.write(self._run / "personal.safetensors", save(tensors, about))
+
+
+def attend(station: Station, talk: Talk, stop: threading.Event) -> None:
+    """Ask the hub for orders and send it the replies, until `stop` is set or the hub refuses this site for good."""
+    while not stop.is_set():
+        try:
+            answer, body = talk({"do": "ask", "run": None if station.key is None else list(station.key)}, b"")
+            do = answer.get("do")
+            if do == "hello":
+                about = {**station.own.about(), "machine": machine()}
+                answer, _ = talk({"do": "hello", "version": __version__, "about": about}, b"")
+                if answer.get("refused"):
+                    raise InputError("site", Shown("refused by the hub"), str(answer["refused"]))
+                station.log("the hub knows this site")
+            elif do == "open":
+                try:
+                    station.open(answer["about"])
+                except (InputError, TrainingError) as error:
+                    station.log(f"cannot take part: {error}")
+                    talk({"do": "failed", "why": str(error)}, b"")
+                    stop.wait(PAUSE)
+            elif do == "order":
+                reply, taken = station.handle(body), False
+                while not taken and not stop.is_set():  # a hub that is away for a while gets it when it is back
+                    try:
+                        told, _ = talk({"do": "reply", "run": answer["run"]}, reply)
+                        taken = True
+                        if told.get("why"):
+                            station.log(f"the hub did not take a reply: {told['why']}")
+                    except Unreachable:
+                        stop.wait(PAUSE)
+            elif do != "wait":
+                raise InputError("hub", Shown(str(answer)[:100]), f"one of fedstill {__version__}")
+        except Unreachable:
+            stop.wait(PAUSE)
+
+
+def machine() -> dict[str, Any]:
+    """Return what the hub is told of this machine: its clock, free memory and disk."""
+    return {"clock": time.time(), "memory": available(), "disk": shutil.disk_usage(".").free}
+
+
+def _refuse(order: Order, reason: str) -> bytes:
+    return wire.encode(
+        Reply(order.kind, order.round, order.client, run=order.run, refusal=reason[:300], order=order.id)
+    )
+
+
+def _write(path: Path, about: Mapping[str, Any], state: bytes, reply: bytes) -> None:
+    """Write a file of state durably: in full, or not at all."""
+    head = json.dumps({**about, "state": len(state), "reply": len(reply)}).encode()
+    body = struct.pack("<Q", len(head)) + head + state + reply
+    files.write(path, MAGIC + hashlib.sha256(body).digest() + body)
+
+
+def _read(path: Path) -> Kept | None:
+    """Return what `_write` wrote; None where there is nothing, or not all of it as it was."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    begin = len(MAGIC) + 32
+    body = memoryview(data)[begin:]
+    if data[: len(MAGIC)] != MAGIC or hashlib.sha256(body).digest() != data[len(MAGIC) : begin]:
+        return None
+    (length,) = struct.unpack_from("<Q", body)
+    about = json.loads(bytes(body[8 : 8 + length]))
+    rest = bytes(body[8 + length :])
+    return about, rest[: about["state"]], rest[about["state"] :]
