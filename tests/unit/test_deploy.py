@@ -46,6 +46,10 @@ class OneAtATime(Station):
         with TRACING:
             super().open(about)
 
+    def handle(self, data: bytes) -> bytes:
+        with TRACING:
+            return super().handle(data)
+
 
 class Party:
     """Sites as threads of this process."""
@@ -108,7 +112,9 @@ def server_of(folder: Path, round: int) -> Any:
     return checkpoint
 
 
-@pytest.mark.parametrize("method", [METHODS[m]() for m in ("pfedsd", "scaffold", "fedrep", "spectral")], ids=lambda m: m.id)
+@pytest.mark.parametrize(
+    "method", [METHODS[m]() for m in ("pfedsd", "scaffold", "fedrep", "spectral")], ids=lambda m: m.id
+)
 def test_sites_give_the_numbers_of_one_process(method: Any, federation: Federation, party: Party) -> None:
     one, sites = local(federation, method), party.run(method)
     merged = dict(tree.leaves(sites.server))

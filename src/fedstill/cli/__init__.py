@@ -16,7 +16,7 @@ from ..core import startup
 from ..core.errors import InputError, TrainingError, nearest
 from ..core.version import __version__
 from ..run import signals
-from . import costs, show, timeline, train
+from . import costs, deploy, show, timeline, train
 
 Command: TypeAlias = Callable[[Sequence[str]], None]
 
@@ -27,6 +27,15 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "sweep": (train.sweep, "run one method with several values of a field: fedstill sweep pfedsd lam=0.1,0.5,1"),
     "demo": (train.demo, "compare four methods on handwritten digits; a table and a picture in a minute"),
     "resume": (train.resume, "continue a run that was stopped"),
+    "deploy-demo": (
+        deploy.run_demo,
+        "a hub and three sites as processes with certificates, on the digits, in a minute",
+    ),
+    "hub": (
+        deploy.run_hub,
+        "a hub of real sites, which keep their data: init, approve, start, run, status, stop, revoke",
+    ),
+    "site": (deploy.run_site, "a site: request, join, start, status, stop"),
     "costs": (costs.costs, "what a round costs by method: time, FLOPs, bytes, beside the first paper's numbers"),
     "timeline": (timeline.timeline, "draw a run's rounds in simulated time as a Gantt chart"),
     "methods": (show.methods, "list the methods, with their papers and flags"),
@@ -96,7 +105,7 @@ def _dispatch(words: Sequence[str]) -> None:
 def overview() -> str:
     """Return the text that `fedstill` prints without a command."""
     lines = ["fedstill: personalised federated learning by distillation", "", "commands:"]
-    lines += [f"  {name:<9} {line}" for name, (_, line) in COMMANDS.items()]
+    lines += [f"  {name:<11} {line}" for name, (_, line) in COMMANDS.items()]
     width = max(len(command) for command, _ in EXAMPLES)
     lines += ["", "examples:", *(f"  {command:<{width}}  # {what}" for command, what in EXAMPLES)]
     lines += ["", "'fedstill COMMAND --help' lists a command's flags, 'fedstill --version' prints the version."]

@@ -86,7 +86,7 @@ def request(name: str, key: rsa.RSAPrivateKey) -> str:
     """Return a certificate request as PEM."""
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     made = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256())
-    return made.public_bytes(serialization.Encoding.PEM).decode()
+    return str(made.public_bytes(serialization.Encoding.PEM), "ascii")
 
 
 def read_request(where: str, name: str, text: str) -> rsa.RSAPublicKey:
@@ -124,7 +124,7 @@ def check_signed(where: str, certificate: x509.Certificate, ca: x509.Certificate
 
 def pem(certificate: x509.Certificate) -> str:
     """Return a certificate as PEM."""
-    return certificate.public_bytes(serialization.Encoding.PEM).decode()
+    return str(certificate.public_bytes(serialization.Encoding.PEM), "ascii")
 
 
 def name_of(certificate: x509.Certificate) -> str:

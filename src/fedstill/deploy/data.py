@@ -91,4 +91,5 @@ def skeleton(names: Sequence[str], abouts: Sequence[Mapping[str, Any]]) -> Feder
 def _empty(client: Client) -> Client:
     """Return a client without samples, of the same shapes and types."""
     tensors = {f.name: getattr(client, f.name) for f in dataclasses.fields(client)}
-    return Client(**{name: t if t is None else t[:0].clone() for name, t in tensors.items()})
+    empty: dict[str, Any] = {name: t if t is None else t[:0].clone() for name, t in tensors.items()}
+    return Client(**empty)

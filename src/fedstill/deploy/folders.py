@@ -1,7 +1,7 @@
 """The folders of a hub and of a site: who they are, whom they trust, and what FLARE reads (`flare/`, which no user needs to see).
 
-    HUB    hub.json   root/  (the root's key)   sites/NAME.crt   revoked.json   runs/   flare/
-    SITE   site.json  site.key                  runs/            flare/
+HUB    hub.json   root/  (the root's key)   sites/NAME.crt   revoked.json   runs/   flare/
+SITE   site.json  site.key                  runs/            flare/
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core import files, reading
+from ..core import files
 from ..core.errors import InputError
 from ..core.version import __version__
 from . import certificates
@@ -89,7 +89,8 @@ class Hub:
         signed = certificates.certify(name, public, ca, certificates.read_key(self.folder / "root" / "root.key"))
         files.write(known, certificates.pem(signed).encode())
         where_it_is = {"hub": self.name, "host": self.host, "port": self.port, "version": __version__}
-        return {"format": FORMAT, "name": name, **where_it_is, "certificate": certificates.pem(signed), "root": certificates.pem(ca)}  # fmt: skip
+        papers = {"certificate": certificates.pem(signed), "root": certificates.pem(ca)}
+        return {"format": FORMAT, "name": name, **where_it_is, **papers}
 
     def sites(self) -> list[str]:
         """Return the names of all sites that were approved and not revoked, sorted: client numbers are places in this list."""
@@ -112,23 +113,26 @@ class Hub:
         server = {"name": self.name, "service": service, "admin_server": self.host, "admin_port": self.port, **own}
         server |= {"connection_security": "mtls", "auth_identity": self.name}
         _write(self.startup / "fed_server.json", {"format_version": 2, "servers": [server]})
-        store = "nvflare.app_common.storages.filesystem_storage.FilesystemStorage"
-        snapshots = {"root_dir": str(self.flare / "snapshots"), "uri_root": "/"}
+        common = "nvflare.app_common."
+        store = f"{common}storages.filesystem_storage.FilesystemStorage"
+        snapshots = {"path": store, "args": {"root_dir": str(self.flare / "snapshots"), "uri_root": "/"}}
+        persistor = f"{common}state_persistors.storage_state_persistor.StorageStatePersistor"
+        parts = {  # FLARE's server does not start without the first three
+            "job_scheduler": (f"{common}job_schedulers.job_scheduler.DefaultJobScheduler", {"max_jobs": 1}),
+            "job_manager": (
+                "nvflare.apis.impl.job_def_manager.SimpleJobDefManager",
+                {"uri_root": str(self.flare / "jobs"), "job_store_id": "job_store"},
+            ),
+            "job_store": (store, {}),
+            "fedstill": (HUB_CLASS, {"folder": str(self.folder.absolute())}),
+        }
         resources = {
             "format_version": 2,
             **_only(HUB_CLASS),
             "servers": [{"admin_storage": "transfer", "max_num_clients": 10000, "heart_beat_timeout": HEARTBEAT}],
-            "snapshot_persistor": {
-                "path": "nvflare.app_common.state_persistors.storage_state_persistor.StorageStatePersistor",
-                "args": {"uri_root": "/", "storage": {"path": store, "args": snapshots}},
-            },
-            "components": [
-                {"id": "job_scheduler", "path": "nvflare.app_common.job_schedulers.job_scheduler.DefaultJobScheduler", "args": {"max_jobs": 1}},
-                {"id": "job_manager", "path": "nvflare.apis.impl.job_def_manager.SimpleJobDefManager", "args": {"uri_root": str(self.flare / "jobs"), "job_store_id": "job_store"}},
-                {"id": "job_store", "path": store},
-                {"id": "fedstill", "path": HUB_CLASS, "args": {"folder": str(self.folder.absolute())}},
-            ],
-        }  # fmt: skip
+            "snapshot_persistor": {"path": persistor, "args": {"uri_root": "/", "storage": snapshots}},
+            "components": [{"id": name, "path": path, "args": args} for name, (path, args) in parts.items()],
+        }
         _write_local(self.flare, resources)
 
 

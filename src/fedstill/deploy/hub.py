@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..core import files, tree
-from ..core.errors import InputError, Shown, TrainingError
+from ..core.errors import InputError, Shown
 from ..core.version import __version__
 from ..data import Federation
 from ..edge.edge import Edge
@@ -29,7 +29,9 @@ from ..server.coordinator import Record
 from ..transport.sites import Sites
 from .data import skeleton
 
-DEPLOYMENT = "deployment.json"  # in a run's folder: its id, its sites, and how often the hub has begun or gone on with it
+DEPLOYMENT = (
+    "deployment.json"  # in a run's folder: its id, its sites, and how often the hub has begun or gone on with it
+)
 SLACK = 8 << 20  # bytes that a reply may have beside its tensors
 LOCAL_ONLY = {  # what simulates devices or adversaries, or asks for data that stays at its site
     "profile": "", "attack": "none", "new": False, "averaged": False, "external": "", "newcomers": 0,
@@ -194,8 +196,17 @@ def check(experiment: Experiment) -> Experiment:
     """Return an experiment as a deployment runs it; refuse what only a simulation can do."""
     for name, off in LOCAL_ONLY.items():
         if getattr(experiment, name) != off:
-            raise InputError(name, getattr(experiment, name), f"{off!r}: sites are real, and their data stays with them")
-    return dataclasses.replace(experiment, engine="one", checkpoint_every=1, data="digits", data_root="", clients=0, device="cpu", workers=1)  # fmt: skip
+            raise InputError(
+                name, getattr(experiment, name), f"{off!r}: sites are real, and their data stays with them"
+            )
+    here: dict[str, Any] = {
+        "engine": "one",
+        "workers": 1,
+        "device": "cpu",
+    }  # the hub merges; where sites train they decide themselves
+    return dataclasses.replace(
+        experiment, checkpoint_every=1, data="digits", data_root="", clients=0, partition="auto", **here
+    )
 
 
 def run(
@@ -216,9 +227,7 @@ def run(
         if journal.begun:
             start = simulation.continued(folder, federation=federation, progress=progress, transport=deployment)
             return simulation.finish(start, deployment)
-        return simulation.run(
-            experiment, out=folder, federation=federation, progress=progress, transport=deployment
-        )
+        return simulation.run(experiment, out=folder, federation=federation, progress=progress, transport=deployment)
     finally:
         desk.close()
 
@@ -238,7 +247,9 @@ def _checked(about: object) -> dict[str, Any]:
     labels = [str(name)[:200] for name in about["labels"]]
     dtype = about["dtype"]
     sane = 1 <= len(shape) <= 6 and all(1 <= n <= 1 << 20 for n in shape) and 1 <= int(about["classes"]) <= 100_000
-    if not sane or dtype not in ("float32", "float64") or not 0 < sizes["train"] < 1 << 40 or not 0 < sizes["test"]:
+    sane = sane and all(0 < sizes[name] < 1 << 40 for name in {"train", "test", *sizes})
+    if not sane or dtype not in ("float32", "float64"):
         raise ValueError
     numbers = {name: float(about["machine"][name]) for name in ("clock", "memory", "disk")}
-    return {"shape": shape, "dtype": dtype, "classes": int(about["classes"]), "labels": labels, "sizes": sizes, "checksum": str(about["checksum"])[:100], "machine": numbers}  # fmt: skip
+    own = {"shape": shape, "dtype": dtype, "classes": int(about["classes"]), "labels": labels, "sizes": sizes}
+    return {**own, "checksum": str(about["checksum"])[:100], "machine": numbers}

@@ -55,11 +55,19 @@ class Station:
     """One site's client in one run at a time."""
 
     def __init__(
-        self, folder: Path, own: Own, *, device: str = "auto", monitor: Monitor | None = None, log: Log = lambda line: None
+        self,
+        folder: Path,
+        own: Own,
+        *,
+        device: str = "auto",
+        monitor: Monitor | None = None,
+        log: Log = lambda line: None,
     ) -> None:
         """Keep everything under `folder`; train on `device` whatever the hub's experiment says."""
         self.folder, self.own, self.device, self.monitor, self.log = folder, own, device, monitor, log
-        self.key: tuple[str, int] | None = None  # of the run that is open: its id, and which of the hub's attempts at it
+        self.key: tuple[str, int] | None = (
+            None  # of the run that is open: its id, and which of the hub's attempts at it
+        )
         self._edge: Edge | None = None
         self._last = (0, b"")  # the id of the last order that was carried out, and the reply
 
@@ -186,8 +194,11 @@ class Station:
         files.write(self._run / "personal.safetensors", save(tensors, about))
 
 
-def attend(station: Station, talk: Talk, stop: threading.Event) -> None:
-    """Ask the hub for orders and send it the replies, until `stop` is set or the hub refuses this site for good."""
+def attend(station: Station, talk: Talk, stop: threading.Event, on_known: Callable[[], object] = lambda: None) -> None:
+    """Ask the hub for orders and send it the replies, until `stop` is set; raises `InputError` if the hub refuses this site.
+
+    `on_known` is called whenever the hub has come to know the site.
+    """
     while not stop.is_set():
         try:
             answer, body = talk({"do": "ask", "run": None if station.key is None else list(station.key)}, b"")
@@ -196,8 +207,9 @@ def attend(station: Station, talk: Talk, stop: threading.Event) -> None:
                 about = {**station.own.about(), "machine": machine()}
                 answer, _ = talk({"do": "hello", "version": __version__, "about": about}, b"")
                 if answer.get("refused"):
-                    raise InputError("site", Shown("refused by the hub"), str(answer["refused"]))
+                    raise InputError("site", Shown("refused by the hub"), str(answer["refused"])[:300])
                 station.log("the hub knows this site")
+                on_known()
             elif do == "open":
                 try:
                     station.open(answer["about"])
@@ -215,6 +227,8 @@ def attend(station: Station, talk: Talk, stop: threading.Event) -> None:
                             station.log(f"the hub did not take a reply: {told['why']}")
                     except Unreachable:
                         stop.wait(PAUSE)
+            elif do == "refused":
+                raise InputError("site", Shown("refused by the hub"), str(answer.get("why")))
             elif do != "wait":
                 raise InputError("hub", Shown(str(answer)[:100]), f"one of fedstill {__version__}")
         except Unreachable:

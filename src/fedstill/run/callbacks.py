@@ -64,7 +64,9 @@ def save(journal: Journal, coordinator: Coordinator, choices: Choices) -> Dialog
     kept = {"server": state.server, **({"timing": timing} if timing else {})}
     writer = journal.writer(state.round, kept, choices)
     clients, at_once = sorted(coordinator.touched), 1
-    task = dataclasses.replace(coordinator.task, round=state.round)  # a client that keeps its own state names it by the round
+    task = dataclasses.replace(
+        coordinator.task, round=state.round
+    )  # a client that keeps its own state names it by the round
     while clients:
         orders = [coordinator.order("state", task, k, {}) for k in clients[:at_once]]
         clients = clients[at_once:]

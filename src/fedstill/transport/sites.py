@@ -27,6 +27,8 @@ class Box:
     seen: float = 0.0  # when the site last asked
     sent: int = 0  # bytes
     received: int = 0
+    begun: dict[int, float] = field(default_factory=dict)  # by id of an order when the site was first given it
+    took: float = 0.0  # seconds from there to the last reply to `train`
 
 
 class Sites:
@@ -102,7 +104,8 @@ class Sites:
                 self._changed.wait(left)
             if self._closed:
                 return None
-            _, data = next(iter(box.orders.values()))
+            order, data = next(iter(box.orders.values()))
+            box.begun.setdefault(order.id, time.monotonic())
             box.sent += len(data)
         return data
 
@@ -131,8 +134,13 @@ class Sites:
                 return self._fail(site, "its reply is not to its own order", order)
             del box.orders[order.id]
             box.answered.append(order.id)
+            seconds = time.monotonic() - box.begun.pop(order.id, time.monotonic())
+            if order.kind == "train":
+                box.took = seconds
             self._arrived.append(reply)
             self._changed.notify_all()
+        if isinstance(reply.refusal, str) and reply.refusal:
+            self._refused(site, f"it does not do round {order.round}'s work: {reply.refusal[:300]}")
         return ""
 
     def close(self, reason: str) -> None:
@@ -162,3 +170,4 @@ class Sites:
     def _withdraw(self) -> None:
         for box in self.boxes.values():
             box.orders.clear()
+            box.begun.clear()

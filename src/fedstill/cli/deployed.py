@@ -1,0 +1,251 @@
+"""What the commands hub, site and deploy-demo do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import data as sources
+from ..core import files, reading
+from ..core.errors import InputError, Shown
+from ..data import Federation
+from ..deploy import demo, hub, jobs, process
+from ..deploy.certificates import fingerprint, read
+from ..deploy.data import Own
+from ..deploy.folders import Hub, Site
+from ..deploy.process import Settings
+from ..methods import get
+from ..run import simulation
+from ..run.experiment import Experiment
+from . import flags, train
+from .deployment import HUB, OPTIONS, PORT, SITE, START
+from .job import plan
+from .screen import say
+
+Action = Callable[[Mapping[str, Any], Sequence[str]], None]
+
+
+# ---- fedstill hub ----------------------------------------------------------------------------------------------------
+def _hub_init(given: Mapping[str, Any], words: Sequence[str]) -> None:
+    for name in ("name", "host"):
+        if name not in given:
+            raise InputError(f"--{name}", Shown("nothing"), OPTIONS[name][1])
+    port = flags.whole_number(given, "port", PORT)
+    made = Hub.init(_folder(given, HUB), given["name"], given["host"], port)
+    ca = read("root", (made.folder / "root" / "root.crt").read_text())
+    say(f"hub {made.name} in {made.folder}; sites will connect to {made.host}:{made.port}")
+    say(f"fingerprint of its root, to compare by telephone: {fingerprint(ca)}")
+
+
+def _hub_approve(given: Mapping[str, Any], words: Sequence[str]) -> None:
+    (file,) = _words(words, "REQUEST")
+    made = Hub.at(_folder(given, HUB))
+    kit = made.approve(_text("request", file), file)
+    out = Path(given.get("file", f"{kit['name']}.kit"))
+    files.write(out, (json.dumps(kit, indent=2) + "\n").encode())
+    say(f"site {kit['name']} is approved; send it {out}, which holds no secret")
+
+
+def _hub_start(given: Mapping[str, Any], words: Sequence[str]) -> None:
+    made = Hub.at(_folder(given, HUB))
+    if "foreground" in given:
+        process.foreground("hub", made.folder)
+    keeper = process.launch("hub", made.folder)
+    if not process.wait_until_up("hub", made.folder, keeper, 3 * START):
+        process.stop(made.folder)
+        raise InputError(
+            "folder", str(made.folder), f"that of a hub that starts; its log ends: {process.tail(made.folder)}"
+        )
+    say(f"hub {made.name} listens on {made.host}:{made.port}")
+
+
+def _hub_run(given: Mapping[str, Any], words: Sequence[str]) -> None:
+    (what,) = _words(words, "METHOD|FILE.toml")
+    made = Hub.at(_folder(given, HUB))
+    base = train._base(what)
+    own = {name: value for name, value in given.items() if name not in OPTIONS and name != "foreground"}
+    with flags.named(own):
+        experiment = plan([base.method], base, own, "run").first
+    hub.check(experiment)
+    if not process.running(made.folder):
+        raise InputError("folder", str(made.folder), "that of a hub that is at work: fedstill hub start")
+    sites = [word.strip() for word in given["sites"].split(",")] if "sites" in given else made.sites()
+    deadline, wait = (_seconds(given, name, default) for name, default in (("round_deadline", 0.0), ("wait", 120.0)))
+    folder = jobs.submit(made, experiment, sites, name=given.get("name", ""), deadline=deadline, wait=wait)
+    say(
+        f"{folder.name}: {experiment.method.id} with {', '.join(sorted(sites))}; to stop watching press Ctrl-C, it goes on"
+    )
+    names = sorted(sites)
+    for record in jobs.follow(folder, lambda: bool(process.running(made.folder))):
+        say(_line(record, experiment.rounds, names))
+    say(f"results in {folder / jobs.RUN}; each site has its own model in its folder")
+
+
+def _hub_status(given: Mapping[str, Any], words: Sequence[str]) -> None:
+    made = Hub.at(_folder(given, HUB))
+    at_work = process.running(made.folder)
+    say(f"hub {made.name} on {made.host}:{made.port}: {f'at work (process {at_work})' if at_work else 'stopped'}")
+    try:
+        status = reading.read_json(made.folder / jobs.STATUS)
+    except reading.Unreadable:
+        status = {"sites": {}, "run": {}, "refused": []}
+    now = status["run"]
+    if now and at_work:
+        say(f"run {now['run']}: round {now['round']} of {now['rounds']}")
+    for name in made.sites():
+        told = status["sites"].get(name, {"state": "never seen"})
+        state = told["state"] if at_work else "unknown"
+        say(f"  {name:<20} {state:<10} {told.get('received', 0):>12,} bytes received")
+    for name in sorted(made.revoked()):
+        say(f"  {name:<20} revoked")
+    for refused in status["refused"][-5:]:
+        say(f"  refused: {refused['site']}: {refused['reason']}")
+
+
+def _hub_stop(given: Mapping[str, Any], words: Sequence[str]) -> None:
+    made = Hub.at(_folder(given, HUB))
+    say(f"hub {made.name} {'is stopped' if process.stop(made.folder) else 'was not at work'}")
+
+
+def _hub_revoke(given: Mapping[str, Any], words: Sequence[str]) -> None:
+    (name,) = _words(words, "NAME")
+    Hub.at(_folder(given, HUB)).revoke(name)
+    say(f"site {name} is refused from now on")
+
+
+# ---- fedstill site ---------------------------------------------------------------------------------------------------
+def _site_request(given: Mapping[str, Any], words: Sequence[str]) -> None:
+    (name,) = _words(words, "NAME")
+    folder = _folder(given, SITE)
+    asked = Site.request(folder, name)
+    out = Path(given.get("file", f"{name}.request"))
+    files.write(out, (json.dumps(asked, indent=2) + "\n").encode())
+    say(f"site {name} in {folder}, where its key stays; send {out} to the hub, which approves it")
+
+
+def _site_join(given: Mapping[str, Any], words: Sequence[str]) -> None:
+    (file,) = _words(words, "KIT")
+    joined = Site.at(_folder(given, SITE)).join(_text("kit", file), file)
+    ca = read("root", (joined.flare / "startup" / "rootCA.pem").read_text())
+    say(f"site {joined.name} belongs to hub {joined.hub} at {joined.host}:{joined.port}")
+    say(f"fingerprint of the hub's root, to compare by telephone: {fingerprint(ca)}")
+
+
+def _site_start(given: Mapping[str, Any], words: Sequence[str]) -> None:
+    site = Site.at(_folder(given, SITE))
+    if not site.hub:
+        raise InputError("folder", str(site.folder), "that of a site that has joined: fedstill site join KIT")
+    process.check_installed()
+    if "data" in given:
+        path = str(Path(given["data"]).absolute())
+        settings = Settings(
+            path, given.get("split", "80/20"), given.get("site_device", "auto"), given.get("monitor", "")
+        )
+    elif (site.folder / "settings.json").exists():
+        settings = Settings.read(site.folder)
+    else:
+        raise InputError("--data", Shown("nothing"), "an npz file or a folder: this site's own samples")
+    settings.policy()
+    sizes = Own.read(settings.data, settings.split).about()["sizes"]
+    process.check_stopped("site", site.folder)
+    settings.write(site.folder)
+    if "foreground" in given:
+        process.foreground("site", site.folder)
+    keeper = process.launch("site", site.folder)
+    known = process.wait_until_up("site", site.folder, keeper, START)
+    say(f"site {site.name} is at work with {sizes['train']} training and {sizes['test']} test samples")
+    if not known:
+        say(f"hub {site.hub} has not answered yet; the site keeps asking (log: {site.folder / 'log.txt'})")
+
+
+def _site_status(given: Mapping[str, Any], words: Sequence[str]) -> None:
+    site = Site.at(_folder(given, SITE))
+    at_work = process.running(site.folder)
+    say(f"site {site.name}: {f'at work (process {at_work})' if at_work else 'stopped'}; hub {site.hub or '(none yet)'}")
+    for model in sorted((site.folder / "runs").glob("*/personal.safetensors")):
+        say(f"  its model: {model}")
+
+
+def _site_stop(given: Mapping[str, Any], words: Sequence[str]) -> None:
+    site = Site.at(_folder(given, SITE))
+    say(f"site {site.name} {'is stopped' if process.stop(site.folder) else 'was not at work'}")
+
+
+ACTIONS: dict[tuple[str, str], Action] = {
+    ("hub", "init"): _hub_init,
+    ("hub", "approve"): _hub_approve,
+    ("hub", "start"): _hub_start,
+    ("hub", "run"): _hub_run,
+    ("hub", "status"): _hub_status,
+    ("hub", "stop"): _hub_stop,
+    ("hub", "revoke"): _hub_revoke,
+    ("site", "request"): _site_request,
+    ("site", "join"): _site_join,
+    ("site", "start"): _site_start,
+    ("site", "status"): _site_status,
+    ("site", "stop"): _site_stop,
+}
+
+
+# ---- fedstill deploy-demo --------------------------------------------------------------------------------------------
+def demonstrate(given: Mapping[str, Any]) -> None:
+    """Run the demo with these flags."""
+    count = flags.whole_number(given, "sites", 3, 2)
+    with flags.named(given):
+        values = {"rounds": 10, **flags.take(Experiment, given)}
+        experiment = Experiment(method=get("pfedsd")(), device="cpu", **values)
+        alone = Experiment(method=get("local")(), device="cpu", **values)
+    digits = sources.load("digits")
+    federation = Federation.from_dataset(digits, partition="dirichlet:0.3", clients=count, seed=experiment.seed)
+    names = [f"site-{k + 1}" for k in range(count)]
+    with demo.party(federation, names, say) as party:
+        folder = jobs.submit(party.hub, experiment, names)
+        last: dict[str, Any] = {}
+        for last in jobs.follow(folder, lambda: bool(process.running(party.hub.folder))):
+            say(_line(last, experiment.rounds, names))
+    own = simulation.run(alone, federation=federation).history[-1]
+    say(f"\n{'site':<10} {'samples':>8} {'together':>9} {'alone':>9}")
+    for k, name in enumerate(names):
+        here, there = (record["personal_clients"][str(k)] for record in (last, own))
+        say(f"{name:<10} {len(federation.clients[k].y_train):>8} {here:>9.1%} {there:>9.1%}")
+    say(f"{'mean':<10} {'':>8} {last['personal']:>9.1%} {own['personal']:>9.1%}")
+    say("\nprocesses ended, folders removed; docs/deployment.md does the same on machines of your own")
+
+
+# ---- helpers ---------------------------------------------------------------------------------------------------------
+def _line(record: Mapping[str, Any], rounds: int, names: Sequence[str]) -> str:
+    """Return a round in a line: how good, how long, and who was missing."""
+    accuracy = f"personal {record['personal']:.1%}" if "personal" in record else f"loss {record['loss']:.3f}"
+    away = [names[k] for k in record.get("missing", ())]
+    missing = f", without {', '.join(away)}" if away else ""
+    return f"round {record['round']}/{rounds}: {accuracy}, {record['seconds']:.1f} s{missing}"
+
+
+def _folder(given: Mapping[str, Any], default: str) -> Path:
+    return Path(given.get("folder", default))
+
+
+def _text(field: str, file: str) -> str:
+    try:
+        return reading.read_text(file)
+    except reading.Unreadable as error:
+        raise InputError(field, file, str(error)) from None
+
+
+def _words(words: Sequence[str], what: str) -> Sequence[str]:
+    """Return a command's one word."""
+    if len(words) != 1:
+        raise InputError("argument", Shown(" ".join(words) or "nothing"), f"one {what}")
+    return words
+
+
+def _seconds(given: Mapping[str, Any], name: str, default: float) -> float:
+    try:
+        value = float(given.get(name, default))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e9:
+        raise InputError(flags.flag(name), given[name], "a number of seconds")
+    return value

@@ -1,0 +1,19 @@
+"""What the commands of a deployment have in common: their flags and defaults."""
+
+HUB, SITE = "fedstill-hub", "fedstill-site"
+PORT = 8102
+START = 20.0  # seconds that a command waits until what it has started is up
+OPTIONS = {  # by flag: its value's name, and its help
+    "folder": ("FOLDER", "the folder of the hub or site [default fedstill-hub or fedstill-site]"),
+    "name": ("NAME", "of the hub, or of a run: a-z, 0-9 and -"),
+    "host": ("HOST", "the name or IPv4 address under which sites reach the hub"),
+    "port": ("PORT", f"the one port that sites must reach [default {PORT}]"),
+    "file": ("FILE", "where to write what is handed on"),
+    "data": ("PATH", "an npz file or a folder; nothing else is ever read"),
+    "split": ("A/B", "divides data without a test part of its own into train and test [default 80/20]"),
+    "site_device": ("DEVICE", "auto, cpu, cuda or cuda:N [default auto]"),
+    "monitor": ("CONDITIONS", "work only if these hold, as battery>20,load<0.8"),
+    "sites": ("NAMES", "the sites that take part, joined by commas; for deploy-demo their number [default all, 3]"),
+    "wait": ("SECONDS", "how long sites that are away are waited for before the first round [default 120]"),
+    "round_deadline": ("SECONDS", "end a round without the sites that have not answered [default 0: wait for all]"),
+}

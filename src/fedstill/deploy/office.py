@@ -1,0 +1,126 @@
+"""The hub at work: its desk, and a thread that runs the experiments that were handed in, one after another.
+
+status.json    who is here and what goes on, for `fedstill hub status`; the runs' files are in `jobs`
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..core import files, reading
+from ..core.errors import InputError, TrainingError, first_line
+from ..core.version import __version__
+from ..run.experiment import Experiment
+from ..server.coordinator import Record
+from . import hub as hubs
+from .folders import Hub
+from .jobs import EXPERIMENT, JOB, OUTCOME, RUN, STATUS
+from .process import UP
+
+EVERY = 0.2  # seconds between two looks at the folder
+GONE = 30.0  # seconds after which a site that says nothing counts as away
+Log = hubs.Log
+
+
+class Office:
+    """One hub's desk and its runs."""
+
+    def __init__(self, hub: Hub, log: Log) -> None:
+        self.hub, self.log = hub, log
+        self.desk = hubs.Desk(log)
+        self.now: dict[str, Any] = {}  # the run that goes on
+        self._revoked: tuple[float, set[str]] = (0.0, set())
+
+    def open(self) -> None:
+        """Begin to work."""
+        threading.Thread(target=self._work, name="runs", daemon=True).start()
+        threading.Thread(target=self._report, name="status", daemon=True).start()
+        files.write(self.hub.folder / UP, b"")
+
+    def answer(self, site: str, header: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+        """Answer a site, unless it was revoked or is unknown."""
+        if site in self.revoked() or site not in self.hub.sites():
+            self.desk.refuse(site, "its certificate was revoked" if site in self.revoked() else "nobody approved it")
+            return {"do": "refused", "why": f"the hub does not let {site} take part"}, b""
+        return self.desk.answer(site, header, body)
+
+    def revoked(self) -> set[str]:
+        """Return the sites that were revoked, read again where the list has changed."""
+        at = (self.hub.folder / "revoked.json").stat().st_mtime_ns
+        if at != self._revoked[0]:
+            self._revoked = at, self.hub.revoked()
+        return self._revoked[1]
+
+    # ---- runs --------------------------------------------------------------------------------------------------------
+    def _work(self) -> None:
+        while True:
+            for job in sorted((self.hub.folder / "runs").glob(f"*/{JOB}")):
+                if not (job.parent / OUTCOME).exists():
+                    self._run(job.parent)
+            time.sleep(EVERY)
+
+    def _run(self, folder: Path) -> None:
+        """Run a job to its end, and write how it ended."""
+        try:
+            job = reading.read_json(folder / JOB)
+            experiment = Experiment.from_toml(folder / EXPERIMENT)
+            outcome = self._carry_out(folder, job, experiment)
+        except (InputError, TrainingError, reading.Unreadable) as error:
+            outcome = {"ok": False, "why": str(error)}
+        except Exception as error:
+            traceback.print_exc()
+            outcome = {"ok": False, "why": f"{type(error).__name__}: {first_line(error)}"}
+        self.now = {}
+        self.log(f"run {folder.name}: {'done' if outcome['ok'] else outcome['why']}")
+        files.write(folder / OUTCOME, (json.dumps(outcome, indent=2) + "\n").encode())
+
+    def _carry_out(self, folder: Path, job: Mapping[str, Any], experiment: Experiment) -> dict[str, Any]:
+        names = [str(name) for name in job["sites"]]
+        self.now = {"run": folder.name, "round": 0, "rounds": experiment.rounds, "sites": names}
+        self.log(f"run {folder.name}: waits for {', '.join(names)}")
+        away = self.desk.wait_for(names, float(job["wait"]))
+        if away:
+            return {"ok": False, "why": f"these sites are not here: {', '.join(away)}"}
+
+        def progress(record: Record) -> None:
+            self.now = {**self.now, "round": record["round"], "personal": record.get("personal")}
+
+        deadline = float(job["deadline"]) or None
+        run = hubs.run(self.desk, experiment, names, folder / RUN, deadline=deadline, progress=progress)
+        never = hubs.roster(run.history, names)
+        if never:
+            return {"ok": False, "why": f"the run is over, but these sites never counted: {', '.join(never)}"}
+        return {"ok": True, "rounds": len(run.history)}
+
+    # ---- status ------------------------------------------------------------------------------------------------------
+    def status(self) -> dict[str, Any]:
+        """Return who is here and what goes on."""
+        now, opened = time.time(), self.desk.opened
+        sites = {}
+        for name in self.hub.sites():
+            seen = self.desk.known.get(name)
+            box = opened.sites.boxes.get(name) if opened is not None else None
+            sites[name] = {
+                "state": "never seen" if seen is None else "here" if now - seen.at < GONE else "away",
+                "seen": None if seen is None else round(seen.at, 1),
+                "samples": None if seen is None else seen.about["sizes"].get("train"),
+                "works": bool(box and box.orders),
+                "sent": box.sent if box else 0,
+                "received": box.received if box else 0,
+            }
+        head = {"hub": self.hub.name, "version": __version__, "at": round(now, 1)}
+        return {**head, "run": self.now, "sites": sites, "refused": self.desk.refusals[-20:]}
+
+    def _report(self) -> None:
+        while True:
+            try:
+                files.write(self.hub.folder / STATUS, (json.dumps(self.status(), indent=2) + "\n").encode())
+            except OSError as error:
+                self.log(f"the status could not be written: {error}")
+            time.sleep(1.0)
