@@ -19,6 +19,7 @@ from fedstill.deploy.data import Own
 from fedstill.deploy.site import Station, Unreachable, attend
 from fedstill.methods import METHODS
 from fedstill.run.experiment import Experiment
+from fedstill.run.journal import Journal
 
 NAMES = ("a", "b", "c")
 HELD: dict[str, Any] = {"rounds": 3, "dtype": "float64", "lr": 0.05, "momentum": 0.9, "device": "cpu", "engine": "one"}
@@ -104,14 +105,6 @@ def local(federation: Federation, method: Any, **changed: Any) -> fs.Run:
     return fs.run(experiment, federation=federation)
 
 
-def server_of(folder: Path, round: int) -> Any:
-    from fedstill.run.journal import Journal
-
-    checkpoint = Journal(folder).load(torch.device("cpu"), round)
-    assert checkpoint is not None
-    return checkpoint
-
-
 @pytest.mark.parametrize(
     "method", [METHODS[m]() for m in ("pfedsd", "scaffold", "fedrep", "spectral")], ids=lambda m: m.id
 )
@@ -129,7 +122,9 @@ def test_sites_give_the_numbers_of_one_process(method: Any, federation: Federati
     for a, b in zip(one.history, sites.history, strict=True):
         for number in numbers:
             assert a.get(number) == pytest.approx(b.get(number), abs=1e-10), number
+    checkpoint = Journal(party.folder / "run").load(torch.device("cpu"))
+    assert checkpoint is not None
     # what the hub keeps of a client is numbers: its state is at the site
-    for _, state in server_of(party.folder / "run", 3).clients():
+    for _, state in checkpoint.clients():
         assert list(state) == ["report"]
     assert hubs.roster(sites.history, NAMES) == []
