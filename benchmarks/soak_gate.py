@@ -236,7 +236,7 @@ def forged(reply: Reply, rng: random.Random) -> Reply:
         elif what == 5:
             branch[name] = _odd_tensor(leaf.detach(), rng)
         elif what == 4:
-            branch[name] = leaf.detach().to(rng.choice(TYPES))
+            branch[name] = (leaf.real if leaf.is_complex() else leaf).detach().to(rng.choice(TYPES))
         elif what == 3:
             branch[name] = _shaped(leaf.detach(), rng)
         else:
