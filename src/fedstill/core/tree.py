@@ -208,19 +208,21 @@ def norms(trees: Sequence[Tree]) -> list[float]:
     It is infinite as well where float32 cannot hold the square of a float32 tree's norm, and where a whole number is above 2^53.
     Entries that `rows` made are read as rows of their buffer, in one operation for all trees.
     """
-    every = [[leaf for _, leaf in leaves(tree)] for tree in trees]
-    flat = [[leaf for leaf in entry if leaf.is_floating_point()] for entry in every]
-    whole = [[leaf for leaf in entry if not leaf.is_floating_point()] for entry in every]
-    same_length = all(len(entry) == len(flat[0]) for entry in flat)
-    joined = _joined_rows(flat) if flat and flat[0] and same_length else None
+    flat: list[list[Tensor]] = [[] for _ in trees]
+    whole: list[list[Tensor]] = [[] for _ in trees]
+    for tree, floating, others in zip(trees, flat, whole, strict=True):
+        for _, leaf in leaves(tree):
+            (floating if leaf.dtype.is_floating_point else others).append(leaf)
+    joined = _joined_rows(flat) if flat and flat[0] and all(len(entry) == len(flat[0]) for entry in flat) else None
     parts = flat if joined is None else [[row] for row in joined[0]]
     squares = [0.0] * len(trees)
-    for entries, most in ((parts, float("inf")), (whole, 2.0**53)):
+    for entries, most in ((parts, math.inf), (whole, 2.0**53)):
         owners = [i for i, entry in enumerate(entries) for _ in entry]
         if owners:
-            several = [leaf if leaf.is_floating_point() else leaf.double() for entry in entries for leaf in entry]
+            several = [leaf if entries is parts else leaf.double() for entry in entries for leaf in entry]
             norms = torch._foreach_norm(several)
-            alike = all(norm.dtype == norms[0].dtype for norm in norms)
+            dtype = norms[0].dtype
+            alike = all(norm.dtype == dtype for norm in norms)
             found = torch.stack(norms if alike else [norm.double() for norm in norms]).tolist()
             for i, norm in zip(owners, found, strict=True):
                 squares[i] += norm * norm if norm <= most or norm != norm else math.inf

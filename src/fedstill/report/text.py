@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -294,7 +295,7 @@ def rejection_lines(groups: Mapping[str, Sequence[Run]]) -> list[str]:
                 causes.setdefault(client, []).extend(reasons)
         of = f" of {label}" if len(groups) > 1 else ""
         for client, reasons in sorted(causes.items())[:NAMED]:
-            first, *others = dict.fromkeys(reasons)
+            first, *others = {re.sub(r"[\d.e+-]+", "#", reason): reason for reason in reversed(reasons)}.values()
             more = f"; and {len(others)} other causes" if len(others) > 1 else "; and another cause" if others else ""
             uploads = "1 reply" if len(reasons) == 1 else f"{len(reasons)} replies"
             lines.append(f"client {client}{of}: {uploads} rejected ({first}{more})")
