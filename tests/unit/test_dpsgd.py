@@ -205,6 +205,25 @@ def test_both_engines_agree(name: str) -> None:
     close(*(local(method, Dropped, engine=engine) for engine in ("one", "stacked")))
 
 
+class Chain(nn.Module):
+    """Linear layers and ReLU, of which the loop without autograd is otherwise taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 6), nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(torch.relu(self.fc1(x)))
+
+
+def test_fast_paths_are_not_taken_around_it() -> None:
+    slow = local(model=Chain, engine="one", fast=False)
+    close(slow, local(model=Chain, engine="one"))
+    close(slow, local(model=Chain, engine="stacked", compile="traced"))
+    close(slow, local(model=Chain, engine="stacked", cohort=2))
+    close(slow, local(model=Chain, engine="one", workers=2))
+
+
 @pytest.mark.parametrize("name", COVERED)
 @pytest.mark.parametrize("engine", ["one", "stacked"])
 def test_without_noise_clipping_and_sampling_it_is_sgd(name: str, engine: str) -> None:

@@ -20,6 +20,7 @@ import fedstill as fs
 from fedstill.core import plan, tree
 from fedstill.core.errors import InputError, TrainingError
 from fedstill.core.plan import Plan
+from fedstill.models import seeded
 from fedstill.run.experiment import Training
 from fedstill.server import privacy
 from fedstill.server.sampler import SAMPLERS, Memory
@@ -130,7 +131,7 @@ CENTRAL: dict[str, Any] = {
 }
 
 
-def central(method: fs.Method | None = None, model: type[nn.Module] = Plain, **changes: Any) -> fs.Run:
+def central(method: fs.Method | None = None, model: Any = Plain, **changes: Any) -> fs.Run:
     values = {**CENTRAL, "rounds": 2, "lr": 0.1, **changes}
     return fs.simulate(method or fs.FedAvg(mean="uniform"), model=model, data=ragged(), **values)
 
@@ -201,6 +202,33 @@ def test_what_is_sent_is_the_noisy_mean_of_what_clients_sent() -> None:
     key = torch.tensor(plan.key(0, plan.NOISE, 1) - (1 << 63))
     expected = plan.normals(key, len(moved)) * 50.0 * 1e-3 / 5
     torch.testing.assert_close(moved, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_every_round_and_every_seed_has_noise_of_its_own() -> None:
+    """Next to no training, so that what moves the model is noise."""
+    quiet = {
+        "clip_norm": 1e-6,
+        "noise_multiplier": 1e6,
+        "dtype": "float64",
+        "participation": 0.01,
+        "sampler": "poisson",
+    }
+    models = [central(model=seeded(Wide, 0), rounds=t, **quiet).generic() for t in (1, 2, 3)]
+    other = central(model=seeded(Wide, 0), rounds=1, seed=1, **quiet).generic()
+    start = {n: v.double() for n, v in seeded(Wide, 0).state_dict().items()}
+    pairs = [(start, models[0]), (models[0], models[1]), (models[1], models[2]), (start, other)]
+    moved = torch.stack([torch.cat([(b[n] - a[n]).flatten() for n in start]) for a, b in pairs])
+    assert float((torch.corrcoef(moved) - torch.eye(4)).abs().max()) < 0.1
+    assert stats.kstest(moved[1].numpy() / float(moved[1].std()), "norm").pvalue > 1e-3
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 500), nn.Linear(500, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(torch.tanh(self.fc1(x)))
 
 
 def test_clients_that_are_sampled_cost_less_and_a_round_of_nobody_still_has_noise() -> None:
@@ -283,6 +311,9 @@ def test_a_spent_budget_and_a_history_without_epsilon_stop_the_run_before_anythi
         history.append({"round": t, **ledger(history, [0], 1.0)})
     with pytest.raises(TrainingError, match="round 4: the privacy budget is spent: ε would be"):
         ledger(history, [0], 1.0)
+    louder = privacy.Ledger(Training(privacy="central", noise_multiplier=4.0))
+    with pytest.raises(TrainingError, match=r"round 4: ε .* in the last record is not what its steps cost with these"):
+        louder(history, [0], 1.0)
     for broken in ({"round": 1}, {"round": 1, "epsilon": None, "spent": {}}, {"round": 1, "epsilon": 0.1}):
         with pytest.raises(TrainingError, match="its record does not say what was spent"):
             ledger([broken], [0], 1.0)

@@ -163,17 +163,20 @@ class Ledger:
     def __call__(self, history: Sequence[Mapping[str, Any]], cohort: Sequence[int], share: float) -> dict[str, Any]:
         """Return the entries of the next round's record; refuse the round where they exceed the budget or cannot be known."""
         spent, round = spent_so_far(history), len(history) + 1
+        if spent and not math.isclose(self.total(spent), history[-1]["epsilon"], rel_tol=1e-3):
+            what = f"ε {history[-1]['epsilon']:.4g} in the last record is not what its steps cost with these settings"
+            raise TrainingError(f"round {round}: {what} ({self.total(spent):.4g}), so nothing is sent")
         steps = {str(min(1.0, share)): 1} if self.bench is None else self.steps(round, cohort)
         for unit, count in steps.items():
             spent[unit] = spent.get(unit, 0) + count
+        each = {} if self.bench is None else {"epsilon_clients": self.of_clients(spent)}
+        return {"spent": spent, "epsilon": self.allowed(round, self.total(spent)), **each}
+
+    def total(self, spent: Mapping[str, int]) -> float:
+        """Return ε of the rounds, or the largest of a client's."""
         if self.bench is None:
-            return {"spent": spent, "epsilon": self.allowed(round, self.of_rounds(spent))}
-        each = self.of_clients(spent)
-        return {
-            "spent": spent,
-            "epsilon": self.allowed(round, max(each.values(), default=0.0)),
-            "epsilon_clients": each,
-        }
+            return self.of_rounds(spent)
+        return max(self.of_clients(spent).values(), default=0.0)
 
     def steps(self, round: int, clients: Sequence[int]) -> dict[str, int]:
         """Return how many steps of DP-SGD clients take in a round."""
