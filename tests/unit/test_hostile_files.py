@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import os
@@ -13,13 +14,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import fedstill as fs
 from fedstill.core import memory
 from fedstill.core.errors import InputError
 from fedstill.data import load
 from fedstill.data.federation import Federation
-from fedstill.data.files import FREELY, idx, read_bytes
+from fedstill.data.files import FREELY, idx, npz, npz_split, read_bytes
+from fedstill.data.leaf import read_json
+from fedstill.data.mat5 import matrices
+from fedstill.data.silos import read_csv
 
 GB = 1 << 30
 
@@ -266,3 +272,67 @@ def test_memory_of_the_machine_the_container_and_the_process(tmp_path: Path, mon
         assert 150 << 20 < memory.available() < 201 << 20
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+# ---- properties ------------------------------------------------------------------------------------------------------
+
+HEADER = st.text("{}()[]'\":, descrfotanhp_oundeFaluTe0123456789-<>|=bifuO", max_size=60)
+FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "descr": st.sampled_from(["<f8", "|u1", "<i4", "|O", "<U9", "<f16", "<c8", "|V4", "", 3, None, [("a", "<i4")]]),
+        "fortran_order": st.sampled_from([True, False, 0, None, "x"]),
+        "shape": st.one_of(
+            st.lists(st.integers(-1, 7) | st.sampled_from([1 << 62, 10**30, True, 2.0]), max_size=4).map(tuple),
+            st.sampled_from([6, None, "66", [6, 2]]),
+        ),
+        "more": st.just(1),
+    },
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(HEADER | FIELDS.map(repr), st.binary(max_size=64))
+def test_any_header_of_an_array_gives_an_array_or_one_line(header: str, data: bytes) -> None:
+    raw = b"\x93NUMPY\x01\0" + struct.pack("<H", len(header)) + header.encode("latin1") + data
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("x.npy", raw)
+        archive.writestr("y.npy", npy(Y))
+    buffer.seek(0)
+    try:
+        x = npz_split(buffer, "a.npz")[0]
+    except InputError:
+        return
+    assert np.array_equal(x, np.load(io.BytesIO(raw), allow_pickle=False), equal_nan=x.dtype.kind == "f")
+
+
+CELLS = st.floats(width=32, allow_nan=False, allow_infinity=False).map(repr) | st.sampled_from(
+    ["", " 1", "nan", "1_0", "x", '"']
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(CELLS, min_size=1, max_size=3), max_size=4), st.sampled_from(["\n", "\r\n", "\r"]))
+def test_any_table_is_read_cell_by_cell_or_refused(tmp_path_factory: Any, rows: list[list[str]], end: str) -> None:
+    path = tmp_path_factory.getbasetemp() / "table.csv"
+    path.write_text("".join(",".join(row) + end for row in rows), newline="")
+    try:
+        x, y, header = read_csv(path)
+    except InputError:
+        return
+    body = [row for row in rows if any(cell.strip() for cell in row)][1 if header else 0 :]
+    values = [[float(cell.replace('"', "")) for cell in row] for row in body]
+    assert np.array_equal(np.column_stack([x, y]), np.array(values), equal_nan=True)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(["a.npz", "a.mat", "a.gz", "a.json", "a.csv"]), st.binary(max_size=300), st.booleans())
+def test_any_bytes_end_in_one_line(tmp_path_factory: Any, name: str, raw: bytes, packed: bool) -> None:
+    path = tmp_path_factory.getbasetemp() / name
+    begin = {"a.npz": b"PK\x03\x04", "a.mat": bytes(124) + b"\x00\x01IM", "a.gz": b"\0\0\x08\x03", "a.json": b"{"}
+    raw = begin.get(name, b"") + raw
+    path.write_bytes(gzip.compress(raw) if packed and name in ("a.gz", "a.json") else raw)
+    readers = {"a.npz": npz, "a.mat": lambda p: matrices(p, ["X"]), "a.json": read_json, "a.csv": read_csv}
+    with contextlib.suppress(InputError):
+        readers.get(name, lambda p: idx(p, 3))(path)

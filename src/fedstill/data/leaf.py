@@ -117,7 +117,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds an object, unless its values would not fit into the memory."""
     raw = read_bytes(path)
     weights = {b"{": 250, b"[": 64, b",": 40, b'"': 30}  # bytes that Python's objects take
-    memory.require("data file", str(path), 2 * len(raw) + sum(n * raw.count(mark) for mark, n in weights.items()))
+    memory.require("data file", str(path), 4 * len(raw) + sum(n * raw.count(mark) for mark, n in weights.items()))
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:

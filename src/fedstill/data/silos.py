@@ -116,7 +116,7 @@ def _count_cells(path: Path, file: IO[bytes]) -> int:
     while line := file.readline(LONGEST_LINE + 1):
         longest = max(longest, len(line))
         quotes += line.count(b'"') if lines else line.count(b'"') % 2  # a header is often quoted
-        commas, lines = commas + line.count(b","), lines + 1
+        commas, lines = commas + line.count(b","), lines + 1 + line.rstrip(b"\r\n").count(b"\r")
     file.seek(0)
     if longest > LONGEST_LINE:
         raise wrong(path, f"a CSV file with lines of at most {in_words(LONGEST_LINE)}")
