@@ -71,10 +71,9 @@ def save(journal: Journal, coordinator: Coordinator, choices: Choices) -> Dialog
         orders = [coordinator.order("state", task, k, {}) for k in clients[:at_once]]
         clients = clients[at_once:]
         size = 1
-        replies = coordinator.sound((yield Request(orders)))
-        if len(replies) < len(orders):
-            return  # the checkpoint before stays the newest: this one would lack what a client keeps
-        for reply in replies:
+        for reply in coordinator.sound(
+            (yield Request(orders))
+        ):  # without a client whose state cannot be, or that is away
             writer.add(reply.client, as_tree(reply))
             size = max(size, sum(leaf.nbytes for _, leaf in tree.leaves(reply.up)))
         at_once = max(1, min(FILE_BYTES // size, 256))
