@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the oracles are 
 Row = tuple[str, str, str]
 CLOSE = 1e-6
 KEEPS = 0.9  # of the clean accuracy
+ROUNDS = 15
 NEAR, FAR = "dirichlet:100", "dirichlet:0.1"
 RULES = ("median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "norm-clip", "fltrust")
 ATTACKS = (  # with their strengths; 0 is the attack's own
@@ -121,14 +122,19 @@ def _federation(partition: str, seed: int) -> fs.Federation:
 
 def attackers(short: bool) -> list[Row]:
     """Let 4 of 20 clients attack; assert on the near-IID split, report on the other."""
-    rounds, seeds = (6, 1) if short else (15, 3)
+    rounds = 6 if short else ROUNDS
+    return [row for partition in ((NEAR,) if short else (NEAR, FAR)) for row in compared(partition, rounds, short)]
+
+
+def compared(partition: str, rounds: int = ROUNDS, short: bool = False) -> list[Row]:
+    """Return a row for each method, model and attack on a partition."""
     rows = []
-    for partition, method in itertools.product((NEAR,) if short else (NEAR, FAR), ("fedavg", "pfedsd")):
+    rules = ("median", "multi-krum") if short else RULES
+    for method in ("fedavg", "pfedsd"):
         for attack, strength in (("sign-flip", 0.0), ("gaussian", 0.0)) if short else ATTACKS:
-            tried = ("median", "multi-krum") if short else RULES
-            given = functools.partial(outcome, method, partition, rounds=rounds, seeds=seeds)
+            given = functools.partial(outcome, method, partition, rounds=rounds, seeds=1)
             clean, plain = given("none", 0.0, "mean"), given(attack, strength, "mean")
-            ruled = {rule: given(attack, strength, rule) for rule in tried}
+            ruled = {rule: given(attack, strength, rule) for rule in rules}
             for model in ("generic", "personal") if method == "pfedsd" else ("generic",):
                 best = max(ruled, key=lambda rule: np.nan_to_num(getattr(ruled[rule], model)))
                 a, b, c = (getattr(one, model) for one in (clean, plain, ruled[best]))
@@ -165,14 +171,15 @@ def _line(name: str, values: Sequence[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--partitions", nargs="+", default=[NEAR, FAR])
+    parser.add_argument("--seeds", type=int, default=1)
     args = parser.parse_args()
-    for partition, (method, model) in itertools.product(
-        (NEAR, FAR), (("fedavg", "generic"), ("pfedsd", "generic"), ("pfedsd", "personal"))
-    ):
-        print(f"\n{method}, {model}, {partition}, {args.rounds} rounds, mean of {args.seeds} seeds\n")
-        print("\n".join(table(method, model, partition, args.rounds, args.seeds)), flush=True)
+    models = (("fedavg", "generic"), ("pfedsd", "generic"), ("pfedsd", "personal"))
+    for partition, (method, model) in itertools.product(args.partitions, models):
+        print(f"\n{method}, {model}, {partition}, {ROUNDS} rounds, mean of {args.seeds} seeds\n")
+        print("\n".join(table(method, model, partition, ROUNDS, args.seeds)), flush=True)
+    for row in (row for partition in args.partitions for row in compared(partition)):
+        print("| " + " | ".join(row) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class Robustness(Group):
     average: Literal[
         "mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "norm-clip", "fltrust"
     ] = setting(
-        "mean", "what stands for the clients' mean: it, or a rule that tolerates forged uploads", group="robustness"
+        "mean", "the clients' mean, or a rule in its place that tolerates forged uploads", group="robustness"
     )  # fmt: skip
     suspected: float = setting(
         0.2, "trimmed-mean, krum, multi-krum: uploads of a round that may be forged, a share below 0.5 or a number",
