@@ -9,14 +9,17 @@ the number of threads in the last bits.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from ..core.errors import InputError
 from .bench import SMALL, Bench
 
+MOST = 4096  # threads that a run may ask for
 LOOKS, PAUSE = 5, 0.002  # looks for other load, and seconds between: a process that runs for a moment is no load
 
 
@@ -64,3 +67,44 @@ def available(
     except (OSError, ValueError, IndexError):  # not Linux
         return count
     return max(1, min(count, machine - others))
+
+
+def check_obtainable(count: object) -> None:
+    """Refuse a number of threads, that of a run that is to go on, where this process cannot have as many.
+
+    OpenMP itself says nothing where a limit gives it fewer, and ends the process where the system gives it none.
+    """
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST:
+        raise InputError(
+            "threads", count, f"a whole number from 1 to {MOST}, as choices.json had it when the run began"
+        )
+    why = f"the run began with {count} threads, and the last bits of its results depend on their number"
+    limit = os.environ.get("OMP_THREAD_LIMIT", "").strip()
+    if limit.isdecimal() and 0 < int(limit) < count:
+        raise InputError("OMP_THREAD_LIMIT", int(limit), f"at least {count}: {why}")
+    if count > 1 and os.environ.get("OMP_DYNAMIC", "").strip().lower() == "true":
+        raise InputError("OMP_DYNAMIC", "true", f"false, so that OpenMP does not take fewer threads: {why}")
+    if count > torch.get_num_threads():
+        started = _started(count - 1)
+        if started < count - 1:
+            raise InputError(
+                "threads", count, f"at most {started + 1}, so many as this system lets a process start; {why}"
+            )
+
+
+def _started(count: int) -> int:
+    """Return how many of so many threads this process can start."""
+    over = threading.Event()
+    waiting = [threading.Thread(target=over.wait, daemon=True) for _ in range(count)]
+    started = 0
+    try:
+        for thread in waiting:
+            thread.start()
+            started += 1
+    except RuntimeError:  # no more
+        pass
+    finally:
+        over.set()
+        for thread in waiting[:started]:
+            thread.join()
+    return started

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
@@ -39,7 +39,7 @@ from .one import One
 from .pool import Pool
 from .stacked import Stacked
 from .stage import Programs
-from .threads import available, is_small
+from .threads import available, check_obtainable, is_small
 
 T = TypeVar("T")
 MANY_CLIENTS = 50  # from so many clients on, stacking beats a perceptron's own loop,
@@ -107,8 +107,8 @@ class Trainer:
                 raise InputError("engine", "stacked", f"'one' for this model: {reason}")
         self.name: EngineName = engine
         size, single = pool.share(workers, together, net.device)
-        small = is_small(bench, at_once if engine == "stacked" else 1)
-        self._one_thread = on_cpu and (small or (single and engine == "one"))
+        self._small = on_cpu and is_small(bench, at_once if engine == "stacked" else 1)
+        self._single = on_cpu and single and engine == "one"
         self.engine: Engine
         if engine == "stacked":
             way = stackable.way_of(bench, compile, fast)
@@ -131,7 +131,12 @@ class Trainer:
     @property
     def training_threads(self) -> int:
         """How many threads clients train on. On a CPU the last bits of results may depend on it: a resumed run uses as many."""
-        return 1 if self._one_thread else self.choices.threads or self.threads
+        return 1 if self._small else self.choices.threads or (1 if self._single else self.threads)
+
+    def recall(self, chosen: Mapping[str, Any]) -> None:
+        """Take over what was chosen when the run began; refuse a number of threads that cannot be had here."""
+        check_obtainable(chosen.get("threads", 1))
+        self.choices.update(dict(chosen))
 
     def over(self, bench: Bench, together: int = 0, **changes: Any) -> Trainer:
         """Return a trainer that works in the same way but for `changes`, for another method or other data of the same model."""
@@ -149,6 +154,7 @@ class Trainer:
 
         OpenMP's threads wait in a busy loop, so those of the server's few operations would take the workers' cores.
         """
+        self._note_threads()
         return threads(self.training_threads)
 
     def close(self) -> None:
@@ -165,10 +171,18 @@ class Trainer:
         """
         if len(parts := {work.part for work in works}) > 1:
             raise ValueError(f"works of the parts {', '.join(sorted(parts))}: should be of one")
-        if not self._one_thread and self.bench.net.device.type == "cpu":
-            self.choices.threads = self.training_threads
+        self._note_threads()
         with threads(self.training_threads):
             yield from self._train(round, works, store)
+
+    def _note_threads(self) -> None:
+        """Note the number of threads among the choices, where results depend on it."""
+        if not self._small and self.bench.net.device.type == "cpu":
+            self.choices.threads = self.training_threads
+
+    def _engine(self) -> Engine:
+        """Return the engine; a pool's workers have one thread each, so a run that began with more goes on without them."""
+        return self.engine.one if isinstance(self.engine, Pool) and self.training_threads > 1 else self.engine
 
     def _train(self, round: int, works: Sequence[Work], store: Store | None) -> Iterator[Done]:
         if isinstance(self.engine, Stacked):
@@ -177,7 +191,7 @@ class Trainer:
         for group in self._groups(works):
             if store is not None:
                 group = [dataclasses.replace(work, memory=store.get(work.client)) for work in group]
-            for work, done in zip(group, self.engine.train(self.bench, round, group), strict=True):
+            for work, done in zip(group, self._engine().train(self.bench, round, group), strict=True):
                 up = tree.unalias(done.up, work.down, work.memory)
                 memory = tree.unalias(done.memory, up, work.down, work.memory, work.local)
                 local = tree.unalias(done.local, up, work.down, work.memory) if done.local else {}
@@ -206,7 +220,7 @@ class Trainer:
     def score(self, part: str, models: Sequence[tuple[int, Params]]) -> list[int]:
         """Return how many of each client's own samples its model classifies correctly."""
         with torch.no_grad(), threads(self.training_threads):
-            return [hit for group in self._groups(models) for hit in self.engine.score(self.bench, part, group)]
+            return [hit for group in self._groups(models) for hit in self._engine().score(self.bench, part, group)]
 
     def _groups(self, items: Sequence[T]) -> Iterator[Sequence[T]]:
         size = (self.cohort or self.choices.cohort if self.name == "stacked" else 0) or max(1, len(items))

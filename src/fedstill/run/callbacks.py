@@ -44,7 +44,8 @@ class JournalCallback:
         self.journal, self.checkpoint_every, self.choices, self.stop = journal, checkpoint_every, choices, stop
 
     def on_start(self, coordinator: Coordinator) -> None:
-        """Do nothing: the folder was made before."""
+        """Write what was chosen before the first round, on which its results may depend."""
+        self.journal.write_choices(self.choices)
 
     def on_round(self, coordinator: Coordinator, record: Record) -> Dialogue[None] | None:
         """Append the record; where a checkpoint is due, ask the clients for their state."""

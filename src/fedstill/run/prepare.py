@@ -63,7 +63,7 @@ class Simulation:
         """Return the generic model's accuracy on the common test set."""
         assert self.data.common is not None
         x, y = self.data.common
-        with threads(trainer.threads):
+        with threads(trainer.training_threads):
             return float((self.task.predict(generic, x).argmax(-1) == y).double().mean())
 
 

@@ -90,9 +90,9 @@ class Session:
         try:
             with self.trainer.quiet():
                 failed = self.driver.run({c.run: c.talk() for c in self.coordinators}, self._note)
-            if self.stop.after:
-                self.stop.check()
-            return [failed[c.run] if c.run in failed else self._end(c) for c in self.coordinators]
+                if self.stop.after:
+                    self.stop.check()
+                return [failed[c.run] if c.run in failed else self._end(c) for c in self.coordinators]
         finally:
             self.trainer.close()
 
@@ -256,7 +256,7 @@ def _resume(
     if journal is None or survey is None:
         return
     if start.resume:
-        sim.trainer.choices.update({**(checkpoint.choices if checkpoint else {}), **journal.choices()})
+        sim.trainer.recall({**(checkpoint.choices if checkpoint else {}), **journal.choices()})
     if checkpoint is None:
         journal.rewind(survey, 0)
         return
