@@ -150,7 +150,7 @@ def test_workers_killed_at_any_moment(tmp_path, undisturbed, monkeypatch) -> Non
     """
     killer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script), str(PARENT)])
     try:
-        for _ in range(6):
+        for _ in range(3):
             assert identical(undisturbed, states(finish(struck(lambda: None, tmp_path))))
     finally:
         killer.kill()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import select
@@ -138,6 +139,7 @@ def _settle(parent: int, main: bool) -> None:
         ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    gc.freeze()  # what is inherited is not collected here: to look at it would copy its pages
     torch.set_num_threads(1)  # before anything else: OpenMP's threads do not survive a fork
     with contextlib.suppress(OSError, ValueError):
         adjust = Path("/proc/self/oom_score_adj")
