@@ -18,8 +18,9 @@ import pytest
 import fedstill as fs
 from fedstill.core.errors import TrainingError
 from fedstill.engine import crew
+from fedstill.engine.bench import Work
 from fedstill.engine.pool import Pool
-from fedstill.engine.worker import Line
+from fedstill.engine.worker import Line, training_job
 
 from ..problems import finish, identical, states
 from .test_pool import alive, children, nothing_is_left, prepared  # noqa: F401
@@ -155,6 +156,30 @@ def test_workers_killed_at_any_moment(tmp_path, undisturbed, monkeypatch) -> Non
     finally:
         killer.kill()
         killer.wait()
+
+
+def test_an_answer_counts_though_its_worker_is_killed_after_it(monkeypatch) -> None:
+    """The memory that the answer is in is read before it is freed."""
+    monkeypatch.setattr(crew, "TICK", 0.0)
+    ready = prepared(fs.FedAvg(), participation=1.0)
+    engine, bench = ready.trainer.engine, ready.trainer.bench
+    assert isinstance(engine, Pool)
+    jobs = [training_job(1, Work(k, {"params": ready.initial}), 1) for k in range(5)]
+    results = []
+    for strike in (False, True):
+        team = crew.Crew(bench, engine.one, 2)
+        found = team.run(jobs)
+        first = next(found)
+        pids = [worker.pid for worker in team.workers]
+        time.sleep(0.3)  # both have answered
+        for pid in pids if strike else ():
+            os.kill(pid, signal.SIGKILL)
+            while alive(pid):
+                time.sleep(0.001)
+        results.append({str(k): up["up"]["params"] for k, (up, _) in enumerate([first, *found])})
+        assert bool(set(pids) & {worker.pid for worker in team.workers}) is not strike
+        team.close()
+    assert identical(*results)
 
 
 def test_an_idle_worker_that_is_killed_is_replaced(undisturbed, tmp_path) -> None:

@@ -231,7 +231,8 @@ class Crew:
             self._longest = max(self._longest, time.monotonic() - worker.began)
             worker.inbox.clear()
             heard.append((worker, job, json.loads(message)))
-        lost += [(worker, why) for worker, why in self._silent() if all(worker is not other for other, _ in lost)]
+        known = [worker for worker, *_ in (*heard, *lost)]  # what has just answered must first be read
+        lost += [(worker, why) for worker, why in self._silent() if worker not in known]
         return heard + [(worker, worker.job, self._lose(worker, why)) for worker, why in lost]
 
     def _silent(self) -> list[tuple[_Worker, str]]:
