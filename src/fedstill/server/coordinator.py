@@ -1,6 +1,6 @@
 """The Coordinator: runs one run's rounds, in simulation and in deployment alike.
 
-sample → send → replies → gate → merge → score → callbacks
+sample → (count privacy) → send → replies → gate → merge → score → callbacks
 
 It is a coroutine: it yields requests to carry orders and is sent the replies, so that one driver serves one run or several side
 by side, on any transport. How a round passes in time is left to its `Rounds`; the strategies in `timing/` derive from it.
@@ -210,11 +210,8 @@ class Coordinator:
         """Sample, send, collect, merge, score, and tell the callbacks."""
         began, state = time.perf_counter(), self.state
         cohort = self.sample(task.round)
-        spent = (
-            {}
-            if self.spend is None
-            else self.spend(state.history, cohort, self.per_round / max(1, len(self.present())))
-        )
+        share = self.per_round / max(1, len(self.present()))
+        spent = {} if self.spend is None else self.spend(state.history, cohort, share)
         with explained(self.method, task, stacked=False):
             options: dict[str, Any] = {"work": self.rounds.work, "watch": self.watch is not None}
             orders = [self.order("train", task, k, **options) for k in cohort]
