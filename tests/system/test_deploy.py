@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,7 @@ if importlib.util.find_spec("nvflare") is None:
         raise ImportError("the extra deploy is not installed: pip install 'fedstill[deploy]'")
     pytest.skip("the extra deploy (nvflare) is not installed", allow_module_level=True)
 
-from fedstill.deploy import demo, jobs, process
+from fedstill.deploy import demo, jobs, keeper, process
 
 NAMES = ("a", "b", "c")
 HELD: dict[str, Any] = {"rounds": 3, "dtype": "float64", "lr": 0.05, "momentum": 0.9, "device": "cpu", "engine": "one"}
@@ -62,7 +65,7 @@ def run(party: demo.Party, method: str, **changed: Any) -> tuple[Path, list[dict
 
 def models(party: demo.Party, job: Path) -> list[dict[str, torch.Tensor]]:
     """Each site's own model, as it keeps it."""
-    about = demo.json.loads((job / "run" / "deployment.json").read_text())
+    about = json.loads((job / "run" / "deployment.json").read_text())
     return [load_file(party.site(name) / "runs" / about["run"] / "personal.safetensors") for name in NAMES]
 
 
@@ -87,3 +90,45 @@ def test_three_sites_give_the_numbers_of_one_process(method: str, party: demo.Pa
         assert b["participants"] == [0, 1, 2]
         assert b["missing"] == []
         assert a["personal_clients"] == b["personal_clients"]
+
+
+# ---- kills -----------------------------------------------------------------------------------------------------------
+SLOW: dict[str, Any] = {"rounds": 4, "epochs": 60}  # a round of a good half second
+
+
+def kill(folder: Path) -> None:
+    """End the process of a hub or site at once; its keeper starts another."""
+    os.kill(int((folder / keeper.PROCESS).read_text()), signal.SIGKILL)
+
+
+def disturbed(
+    party: demo.Party, method: str, at: dict[int, tuple[str, float]], **changed: Any
+) -> tuple[Path, list[dict[str, Any]]]:
+    """Run, and some time after a round is over kill somebody, once each."""
+    experiment = Experiment(method=METHODS[method](), **{**HELD, **SLOW, **changed})
+    job, history = jobs.submit(party.hub, experiment, NAMES), []
+    for record in jobs.follow(job, lambda: bool(process.running(party.hub.folder))):
+        history.append(record)
+        who, delay = at.pop(record["round"], ("", 0.0))
+        if who:
+            time.sleep(delay)
+            kill(party.folder / who)
+    assert not at
+    return job, history
+
+
+def test_killed_hubs_and_sites_come_to_the_same_bits(party: demo.Party) -> None:
+    job, history = run(party, "scaffold", **SLOW)
+    again, _ = disturbed(party, "scaffold", {1: ("hub", 0.3), 2: ("a", 0.1)})
+    before, after = server(job), server(again)
+    assert all(torch.equal(before[entry], after[entry]) for entry in before)
+    for one, two in zip(models(party, job), models(party, again), strict=True):
+        assert all(torch.equal(one[entry], two[entry]) for entry in one)
+    final = list(jobs.follow(again, lambda: True))
+    assert [record["round"] for record in final] == list(range(1, 5))
+    for a, b in zip(history, final, strict=True):
+        assert (a["participants"], a["steps"], a["personal_clients"]) == (
+            b["participants"],
+            b["steps"],
+            b["personal_clients"],
+        )

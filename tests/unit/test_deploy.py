@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,16 @@ from safetensors.torch import load_file
 
 import fedstill as fs
 from fedstill.core import tree
+from fedstill.core.errors import InputError, TrainingError
 from fedstill.data import Federation
 from fedstill.deploy import hub as hubs
-from fedstill.deploy.data import Own
+from fedstill.deploy.data import Own, skeleton
 from fedstill.deploy.site import Station, Unreachable, attend
 from fedstill.methods import METHODS
 from fedstill.run.experiment import Experiment
 from fedstill.run.journal import Journal
+from fedstill.transport import wire
+from fedstill.transport.messages import Order, Reply
 
 NAMES = ("a", "b", "c")
 HELD: dict[str, Any] = {"rounds": 3, "dtype": "float64", "lr": 0.05, "momentum": 0.9, "device": "cpu", "engine": "one"}
@@ -61,14 +65,17 @@ class Party:
         self.stops: dict[str, threading.Event] = {}
         self.threads: dict[str, threading.Thread] = {}
         self.cut: set[str] = set()  # sites whose network is cut
+        self.wire: list[tuple[str, dict[str, Any], bytes]] = []  # what sites have sent
+        self.monitors: dict[str, Any] = {}
 
     def start(self, name: str) -> None:
         own = Own(self.federation.clients[NAMES.index(name)], self.federation.classes)
-        station = OneAtATime(self.folder / name, own, device="cpu")
+        station = OneAtATime(self.folder / name, own, device="cpu", monitor=self.monitors.get(name))
 
         def talk(header: Any, body: bytes) -> Any:
             if name in self.cut:
                 raise Unreachable("cut")
+            self.wire.append((name, dict(header), body))
             return self.desk.answer(name, header, body)
 
         self.stops[name] = threading.Event()
@@ -128,3 +135,213 @@ def test_sites_give_the_numbers_of_one_process(method: Any, federation: Federati
     for _, state in checkpoint.clients():
         assert list(state) == ["report"]
     assert hubs.roster(sites.history, NAMES) == []
+
+
+# ---- what leaves a site ----------------------------------------------------------------------------------------------
+KEEPERS = ("fedbabu", "fedbsd", "fedper", "fedrep", "lg-fedavg")  # whose private part is whole tensors of this model
+
+
+@pytest.mark.parametrize("method", KEEPERS)
+def test_no_private_part_is_in_any_message_of_a_site(method: str, federation: Federation, party: Party) -> None:
+    run = party.run(METHODS[method](), rounds=2)
+    private = METHODS[method]().private(run.task)
+    sizes = {leaf.numel() for name, leaf in party.personal("a").items() if name in private}
+    assert sizes
+    kinds = set()
+    for _, header, body in party.wire:
+        assert set(header) <= {"do", "run", "version", "about"}
+        if header["do"] == "hello":
+            assert set(header["about"]) == {"shape", "dtype", "classes", "labels", "sizes", "checksum", "machine"}
+        if header["do"] != "reply":
+            assert body == b""
+            continue
+        reply = wire.decode(body, Reply)
+        kinds.add(reply.kind)
+        assert reply.kind == "train" or not reply.up  # scores and states leave as numbers
+        # the sizes of private tensors are unique in this model: none of them, no copy and no difference is there
+        assert not {leaf.numel() for _, leaf in tree.leaves(reply.up)} & sizes
+    assert kinds == {"train", "score", "state"}
+
+
+def test_a_site_does_not_give_its_model_to_anybody(party: Party) -> None:
+    run = party.run(METHODS["pfedsd"](), rounds=1)
+    station = OneAtATime(party.folder / "a", Own(party.federation.clients[0], 4), device="cpu")
+    about = json.loads((party.folder / "run" / "deployment.json").read_text())
+    station.open({**about, "round": 1, "client": 0, "clients": 3, "classes": 4, "experiment": run_toml(party)})
+    reply = wire.decode(station.handle(wire.encode(Order("model", 1, 0, run.server))), Reply)
+    assert reply.refusal == "the personal model stays at the site"
+    assert not reply.up
+
+
+def run_toml(party: Party) -> str:
+    return (party.folder / "run" / "experiment.toml").read_text().replace('"(python)"', '"digits"')
+
+
+# ---- sites that are away, refuse or come back ------------------------------------------------------------------------
+def test_a_round_ends_at_its_deadline_and_the_site_is_back_with_its_own_model(party: Party) -> None:
+    kept: dict[int, Any] = {}
+
+    def progress(record: Any) -> None:
+        if record["round"] == 1:
+            kept[1] = party.personal("b")
+            party.cut.add("b")
+        if record["round"] == 3:
+            kept[3] = party.personal("b")
+            party.cut.discard("b")
+
+    run = party.run(METHODS["pfedsd"](), rounds=6, deadline=1.0, progress=progress)
+    took = [record["participants"] for record in run.history]
+    assert took[0] == [0, 1, 2]
+    assert took[1:3] == [[0, 2]] * 2
+    assert took[-1] == [0, 1, 2]
+    assert [record["missing"] for record in run.history[1:3]] == [[1], [1]]
+    assert all(
+        torch.equal(kept[1][name], kept[3][name]) for name in kept[1]
+    )  # nothing happened to it while it was away
+    assert hubs.roster(run.history, NAMES) == []
+    assert hubs.roster(run.history[1:3], NAMES) == ["b"]
+
+
+def test_without_a_deadline_a_site_that_is_away_is_waited_for(federation: Federation, party: Party) -> None:
+    def progress(record: Any) -> None:
+        if record["round"] == 1:
+            party.cut.add("c")
+            threading.Timer(1.0, party.cut.discard, ["c"]).start()
+
+    run = party.run(METHODS["scaffold"](), progress=progress)
+    one = local(federation, METHODS["scaffold"]())
+    merged = dict(tree.leaves(run.server))
+    for entry, leaf in tree.leaves(one.server):
+        torch.testing.assert_close(merged[entry], leaf, rtol=0, atol=1e-10)
+    assert [record["participants"] for record in run.history] == [[0, 1, 2]] * 3
+
+
+class Flat:
+    """A machine whose battery is flat in the second round."""
+
+    def refusal(self, round: int, client: int) -> str | None:
+        return "battery at 5%, below 20%" if round == 2 else None
+
+
+def test_a_site_that_refuses_is_named_and_the_others_go_on(federation: Federation, tmp_path: Path) -> None:
+    party = Party(federation, tmp_path)
+    party.monitors["a"] = Flat()
+    for name in NAMES:
+        party.start(name)
+    run = party.run(METHODS["scaffold"]())
+    party.stop()
+    assert [record["participants"] for record in run.history] == [[0, 1, 2], [1, 2], [0, 1, 2]]
+    assert run.history[1]["refused"] == [0]
+    (told,) = (refused for refused in party.desk.refusals if refused["site"] == "a")
+    assert "battery at 5%" in told["reason"]
+
+
+def test_a_site_that_restarts_between_training_and_sending_answers_what_it_had_done(
+    party: Party, federation: Federation
+) -> None:
+    party.stop("a")
+    station = OneAtATime(party.folder / "a", Own(federation.clients[0], 4), device="cpu")
+    about = {"run": "r1", "attempt": 1, "round": 0, "client": 0, "clients": 3, "classes": 4}
+    about["experiment"] = Experiment(method=METHODS["scaffold"](), **HELD).to_toml()
+    station.open(about)
+    task = local(federation, METHODS["scaffold"](), rounds=1).task
+    down = METHODS["scaffold"]().send(task, METHODS["scaffold"]().init_server(task, task.net.initial()), 0)
+    order = wire.encode(Order("train", 1, 0, down))
+    first = station.handle(order)
+    again = OneAtATime(party.folder / "a", Own(federation.clients[0], 4), device="cpu")
+    again.open(about)
+    trained: list[object] = []
+    again._edge.handle = lambda orders: trained.append(orders) or iter(())  # type: ignore[union-attr, method-assign, assignment, return-value]
+    assert again.handle(order) == first
+    assert not trained
+
+
+def test_damaged_state_is_not_used(party: Party) -> None:
+    party.run(METHODS["pfedsd"](), rounds=2)
+    party.stop()
+    for name in NAMES:
+        (file,) = (party.folder / name).glob("*/round-000002.bin")
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+        party.start(name)
+    toml = party.folder / "run" / "experiment.toml"
+    with pytest.raises(TrainingError, match=r"site .: what it kept of round 2 is not there any more, or damaged"):
+        hubs.run(party.desk, Experiment.from_toml(toml), NAMES, party.folder / "run", rounds=3)
+
+
+class Dying(hubs.Desk):
+    """The desk of a hub that is killed when a certain reply comes; the next hub's process knows nobody."""
+
+    when: tuple[str, int, str] = "", 0, ""
+
+    def answer(self, site: str, header: Any, body: bytes) -> Any:
+        if header.get("do") == "reply" and self.opened is not None:
+            reply = wire.decode(body, Reply)
+            if (reply.kind, reply.round, site) == self.when:
+                self.opened.sites.close("killed")
+        return super().answer(site, header, body)
+
+
+# ---- hubs that stop ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("method", ["pfedsd", "scaffold"])
+def test_a_hub_that_goes_on_has_the_bits_of_one_that_did_not_stop(
+    method: str, party: Party, federation: Federation, tmp_path: Path
+) -> None:
+    whole = Party(federation, tmp_path / "whole")
+    for name in NAMES:
+        whole.start(name)
+    undisturbed = whole.run(METHODS[method](), rounds=5)
+    whole.stop()
+
+    for at, when in ((1, "train"), (3, "score"), (4, "state")):
+        party.desk = Dying(hold=0.2)
+        party.desk.when = when, at + (when == "train"), "b"
+        with pytest.raises(TrainingError, match="killed"):
+            party.run(METHODS[method](), rounds=5)
+    party.desk = hubs.Desk(hold=0.2)  # another process: it knows nobody
+    run = party.run(METHODS[method](), rounds=5)
+    assert [record["participants"] for record in run.history] == [[0, 1, 2]] * 5
+    merged = dict(tree.leaves(run.server))
+    assert all(torch.equal(merged[entry], leaf) for entry, leaf in tree.leaves(undisturbed.server))
+    for name in NAMES:
+        assert all(torch.equal(whole.personal(name)[entry], leaf) for entry, leaf in party.personal(name).items())
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+def test_another_version_is_refused_in_one_line(party: Party) -> None:
+    party.stop()
+    lines: list[str] = []
+    station = Station(party.folder / "d", Own(party.federation.clients[0], 4), device="cpu", log=lines.append)
+
+    def talk(header: Any, body: bytes) -> Any:
+        return party.desk.answer("d", {**header, "version": "0.0.1"} if header["do"] == "hello" else header, body)
+
+    with pytest.raises(InputError, match=r"the hub has fedstill .*, this site 0.0.1: install the same"):
+        attend(station, talk, threading.Event())
+    assert party.desk.refusals[-1]["site"] == "d"
+
+
+@pytest.mark.parametrize("about", [None, [], {}, {"shape": [10**9]}, {"shape": "x", "dtype": "float32"}])
+def test_nonsense_of_a_site_is_refused(about: object) -> None:
+    desk = hubs.Desk()
+    answer, _ = desk.answer("a", {"do": "hello", "version": fs.__version__, "about": about}, b"")
+    assert "cannot be read" in answer["refused"]
+    assert not desk.known
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [("shape", [7], "shape of site 'b'"), ("labels", ["x", "y"], "classes of site 'b'"), ("dtype", "float64", "dtype")],
+)
+def test_sites_that_do_not_fit_are_named(field: str, value: object, named: str, federation: Federation) -> None:
+    abouts = [{**Own(client, 4, ("p", "q", "r", "s")).about()} for client in federation.clients]
+    abouts[1][field] = value
+    with pytest.raises(InputError, match=named):
+        skeleton(NAMES, abouts)
+
+
+@pytest.mark.parametrize(("name", "value"), [("new", True), ("external", "digits"), ("profile", "uniform")])
+def test_what_needs_simulation_is_refused(name: str, value: object) -> None:
+    with pytest.raises(InputError, match=name):
+        hubs.check(Experiment(method=METHODS["pfedsd"](), **{**HELD, name: value}))

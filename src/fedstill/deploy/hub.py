@@ -217,15 +217,21 @@ def run(
     *,
     deadline: float | None = None,
     progress: Progress | None = None,
+    rounds: int | None = None,
 ) -> Run:
-    """Run an experiment with these sites, all of which have told of themselves; a folder that holds it is continued."""
+    """Run an experiment with these sites, all of which have told of themselves.
+
+    A folder that holds it is continued, with `rounds` to that many.
+    """
     experiment = check(experiment)
     deployment = Deployment(desk, names, folder, deadline)
     federation = deployment.federation()
     journal = Journal(folder)
     try:
         if journal.begun:
-            start = simulation.continued(folder, federation=federation, progress=progress, transport=deployment)
+            start = simulation.continued(
+                folder, rounds=rounds, federation=federation, progress=progress, transport=deployment
+            )
             return simulation.finish(start, deployment)
         return simulation.run(experiment, out=folder, federation=federation, progress=progress, transport=deployment)
     finally:
