@@ -15,6 +15,7 @@ import torch
 import fedstill as fs
 from fedstill.core import tree
 from fedstill.core.tree import Tree
+from fedstill.report.summary import _numbers
 from fedstill.run.experiment import Training
 from fedstill.run.journal import Journal
 from fedstill.run.prepare import Simulation, prepare
@@ -109,6 +110,7 @@ MISMATCHES: dict[str, tuple[Change, str]] = {
     ),
     "huge": (replaced(PARAMETER, holding(1e30)), TOO_LARGE),
     "huge in a buffer": (replaced(BUFFER, holding(-1e30)), TOO_LARGE),
+    "a negative variance": (replaced(BUFFER, holding(-1e-3)), f"params|{BUFFER} holds a variance below 0"),
     "a huge whole number": (replaced("bn.num_batches_tracked", lambda v: v * 0 + 2**62), TOO_LARGE),
     "nan": (replaced(PARAMETER, holding(float("nan"))), NOT_FINITE),
     "inf": (replaced(PARAMETER, holding(float("inf"))), NOT_FINITE),
@@ -161,8 +163,10 @@ def reference(method: fs.Method) -> tuple[fs.Run, fs.Run]:
     return finish(prepared(method), Tampered(is_lost)), finish(prepared(method))
 
 
-EACH = [(fs.SCAFFOLD(), name) for name in MISMATCHES] + [
-    (method, name) for method in (fs.FedAvg(), fs.PFedSD()) for name in ("shape", "nan", "inf in a buffer")
+EACH = [(fs.SCAFFOLD(), name) for name in MISMATCHES if name != "a negative variance"] + [  # its uploads are changes
+    (method, name)
+    for method in (fs.FedAvg(), fs.PFedSD())
+    for name in ("shape", "nan", "inf in a buffer", "a negative variance")
 ]
 
 
@@ -475,6 +479,7 @@ def test_the_table_names_who_was_rejected_and_why() -> None:
 
     found = finish(prepared(fs.FedAvg(), "plain"), Tampered(change))
     assert found.rejected == {2: ["params|fc1.weight is missing from its upload"] * 2, 4: ["it reports '5' samples"]}
+    assert _numbers(found)["rejected"] == {"2": 2, "4": 1}
     lines = found.table().splitlines()
     assert "client 2: 2 replies rejected (params|fc1.weight is missing from its upload)" in lines
     assert "client 4: 1 reply rejected (it reports '5' samples)" in lines

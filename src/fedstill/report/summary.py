@@ -81,10 +81,12 @@ def _numbers(run: Run) -> dict[str, Any]:
     values = {**{name: record[name] for name in names if name in record}, **scores.numbers(run.after, run.history)}
     newcomers = {"newcomers": list(run.newcomers)} if run.newcomers else {}
     attackers = {"attackers": list(run.attackers)} if run.attackers else {}
+    rejected = {"rejected": {str(k): len(reasons) for k, reasons in run.rejected.items()}} if run.rejected else {}
     return {
         **values,
         **newcomers,
         **attackers,
+        **rejected,
         "seconds": seconds(run),
         "engine": run.engine,
         "round_cost": run.cost.to_dict(),

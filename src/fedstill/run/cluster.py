@@ -43,7 +43,9 @@ class Reduced:
     def __init__(self, edge: Edge, simulations: Sequence[Simulation], plain: Sequence[bool]) -> None:
         """Reduce the uploads of those runs whose merge is a `plain` mean."""
         self.edge, self.simulations, self.plain, self.clients = edge, simulations, plain, edge.clients
-        self.gates = [Gate.of(sim.training, sim.method, sim.data.train.sizes) for sim in simulations]
+        self.gates = [
+            Gate.of(sim.training, sim.method, sim.data.train.sizes, sim.task.net.buffers) for sim in simulations
+        ]
 
     def handle(self, orders: Sequence[Order]) -> Iterator[Reply]:
         """Yield the replies to the orders."""

@@ -211,7 +211,7 @@ def _coordinator(
         eval_every=training.eval_every,
         splits=("test",) if sim.data.val is None else ("test", "val"),
         sampler=SAMPLERS[training.sampler],
-        gate=Gate.of(training, sim.method, sim.data.train.sizes),
+        gate=Gate.of(training, sim.method, sim.data.train.sizes, sim.task.net.buffers),
         aggregator=Aggregator(0 if training.privacy == "central" else training.minimum, rule),
         average=sim.trust or privacy.noisy_mean(sim.method, sim.task, training, per_round),
         spend=privacy.ledger(training, sim.trainer.bench),

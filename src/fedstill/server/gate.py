@@ -5,7 +5,7 @@
                 above 0, and at most `max_share` of the round's sum
     forms       names, shapes and dtypes of all entries, against what the method's own `finish` gives on an example
     magnitudes  every number finite, buffers too, and the norm of an upload one whose square float32 can hold (1.8e19): a larger
-                one is finite and ends the run a round later. One pass over the data finds both
+                one is finite and ends the run a round later. One pass over the data finds both. No running variance below 0
     bounds      the norm of an upload's difference from what was sent, where `max_norm` says so
 
 A client that itself reports that its training has diverged stops the run, or is refused: as the setting `on_divergence` says.
@@ -33,6 +33,7 @@ from ..transport.messages import Reply
 
 TOO_LARGE = "its upload holds numbers that are too large"
 NOT_FINITE = "its upload holds numbers that are not finite"
+VARIANCE = "running_var"  # of torch's BatchNorm
 REPORTED = ("loss", "steps")  # numbers that every reply to an order to train must have
 NEEDED = (*REPORTED, "tests", "downloaded", "trained")  # where training is watched
 LARGEST = math.sqrt(torch.finfo(torch.float32).max)
@@ -114,6 +115,7 @@ class Gate:
     max_norm: float = 0.0  # of an upload's difference from what was sent; 0: any
     clip: bool = False  # whether an upload above it is clipped, else it is refused
     most_bytes: int = 0  # that a reply may have on the wire; 0: by the size of a right upload
+    variances: tuple[str, ...] = ()  # names of running variances, where uploads are models
     expected: Spec | None = field(default=None, init=False)
     size: int = field(default=0, init=False)  # bytes of an upload of the form expected
     round: int = field(default=0, init=False)
@@ -121,11 +123,12 @@ class Gate:
     wrong: Reasons = field(default_factory=dict, init=False)  # uploads of a wrong form before the first right one
 
     @classmethod
-    def of(cls, settings: Acceptance, method: Method, samples: Sequence[int]) -> Gate:
-        """Return the gate that a run asks for, given the registered numbers of samples."""
+    def of(cls, settings: Acceptance, method: Method, samples: Sequence[int], buffers: Sequence[str]) -> Gate:
+        """Return the gate that a run asks for, given the registered numbers of samples and the names of a model's buffers."""
         clip, refuse = settings.over_norm == "clip", settings.on_divergence == "refuse"
         most = int(settings.max_upload * 2**20)
-        return cls(method.upload_varies, refuse, samples, settings.max_share, settings.max_norm, clip, most)
+        variances = tuple(name for name in buffers if name.split(".")[-1] == VARIANCE and method.averages)
+        return cls(method.upload_varies, refuse, samples, settings.max_share, settings.max_norm, clip, most, variances)
 
     # ---- reports -----------------------------------------------------------------------------------------------------
     def reports(
@@ -205,8 +208,19 @@ class Gate:
         for reply, norm in zip(checked, tree.norms([reply.up for reply in checked]), strict=True):
             if not norm <= LARGEST:
                 reasons[reply.client] = too_large(reply.up)
+        reasons |= self.negative([reply for reply in checked if reply.client not in reasons])
         reasons |= self.shares([reply for reply in checked if reply.client not in reasons])
         return [reply for reply in checked if reply.client not in reasons], reasons
+
+    def negative(self, replies: Sequence[Reply]) -> Reasons:
+        """Return which uploads hold a running variance below 0, whose square root no model has: one read for all of them."""
+        names = [name for name in self.variances if replies and name in replies[0].up.get("params", {})]
+        if not names:
+            return {}
+        least = [torch.stack([reply.up["params"][name] for reply in replies]).flatten(1).amin(1) for name in names]
+        lines = zip(replies, torch.stack(least, 1).tolist(), strict=True)
+        wrong = {r.client: [n for n, value in zip(names, row, strict=True) if value < 0] for r, row in lines}
+        return {client: f"params|{bad[0]} holds a variance below 0" for client, bad in wrong.items() if bad}
 
     def bounded(
         self, replies: Sequence[Reply], down: Mapping[int, Tree], names: Collection[str]
