@@ -132,9 +132,9 @@ def compared(partition: str, rounds: int = ROUNDS, short: bool = False) -> list[
     rules = ("median", "multi-krum") if short else RULES
     for method in ("fedavg", "pfedsd"):
         for attack, strength in (("sign-flip", 0.0), ("gaussian", 0.0)) if short else ATTACKS:
-            given = functools.partial(outcome, method, partition, rounds=rounds, seeds=1)
-            clean, plain = given("none", 0.0, "mean"), given(attack, strength, "mean")
-            ruled = {rule: given(attack, strength, rule) for rule in rules}
+            clean = outcome(method, partition, "none", 0.0, "mean", rounds, 1)
+            plain = outcome(method, partition, attack, strength, "mean", rounds, 1)
+            ruled = {rule: outcome(method, partition, attack, strength, rule, rounds, 1) for rule in rules}
             for model in ("generic", "personal") if method == "pfedsd" else ("generic",):
                 best = max(ruled, key=lambda rule: np.nan_to_num(getattr(ruled[rule], model)))
                 a, b, c = (getattr(one, model) for one in (clean, plain, ruled[best]))
