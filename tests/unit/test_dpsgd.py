@@ -107,6 +107,29 @@ def test_clipped_gradients_are_those_of_opacus(kind: str) -> None:
             torch.testing.assert_close(stacked[name][k], expected[name], atol=1e-6, rtol=0)
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+@pytest.mark.parametrize("engine", ["one", "stacked"])
+def test_a_whole_round_is_that_of_opacus_optimizer(engine: str) -> None:
+    """Without noise, in full batches: clipping, the sum, its division and SGD with momentum."""
+    from opacus import GradSampleModule
+    from opacus.optimizers import DPOptimizer
+
+    client = ragged(((9, 3),)).clients[0]
+    module = seeded(Plain, 0).double()
+    inner = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)
+    wrapped = GradSampleModule(module)
+    theirs = DPOptimizer(inner, noise_multiplier=0.0, max_grad_norm=0.3, expected_batch_size=9)
+    for _ in range(4):
+        theirs.zero_grad()
+        F.cross_entropy(wrapped(client.x_train.double()), client.y_train).backward()
+        theirs.step()
+    round_ = {"rounds": 1, "epochs": 4, "batch_size": 9, "clip_norm": 0.3, "noise_multiplier": 1e-13, "engine": engine}
+    last = Last()
+    fs.simulate(fs.FedAvg(), model=seeded(Plain, 0), data=ragged(((9, 3),)), callbacks=[last], **{**LOCAL, **round_})
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(last.server[f"params|{name}"], value, atol=1e-6, rtol=0)
+
+
 def test_a_samples_gradient_depends_on_no_other_sample() -> None:
     module, x, y = problem("mlp")
     weights = {name: p.detach() for name, p in module.named_parameters()}

@@ -21,6 +21,8 @@ from fedstill.core import plan, tree
 from fedstill.core.errors import InputError, TrainingError
 from fedstill.core.plan import Plan
 from fedstill.models import seeded
+from fedstill.report.summary import summary
+from fedstill.report.text import UNKNOWN
 from fedstill.run.experiment import Training
 from fedstill.server import privacy
 from fedstill.server.sampler import SAMPLERS, Memory
@@ -261,11 +263,17 @@ def test_methods_that_average_models_are_taken(method: fs.Method) -> None:
     assert ("personal models stay home" in run.table()) == ("personal" in method.scores)
 
 
+class Varying(fs.FedAvg):
+    id = "varying"
+    upload_varies = True
+
+
 REFUSED: list[tuple[fs.Method, dict[str, Any], str]] = [
     (fs.FedAvg(), {}, "mean = 'weighted': should be 'uniform'"),
     (fs.SCAFFOLD(), {}, "method = 'scaffold': should be one whose clients' uploads are only averaged"),
     (fs.FedDyn(), {}, "method = 'feddyn': should be"),
     (fs.Local(), {}, "method = 'local': should be"),
+    (Varying(mean="uniform"), {}, "method = 'varying': should be one that uploads the same entries in every round"),
     (fs.PFedSD(stateless=True), {}, "method = 'pfedsd': should be one that uploads weights alone"),
     (fs.FedAvg(mean="uniform"), {"average": "median"}, "average = 'median': should be 'mean' with privacy 'central'"),
     (fs.FedAvg(mean="uniform"), {"attack": "alie"}, "attack = 'alie': should be none, "),
@@ -347,3 +355,11 @@ def test_what_was_spent_goes_on_after_a_resume(tmp_path: Path) -> None:
     resumed = fs.resume(tmp_path / "b", rounds=4)
     assert [r["epsilon"] for r in resumed.history] == [r["epsilon"] for r in straight.history]
     assert all(torch.equal(resumed.generic()[n], value) for n, value in straight.generic().items())
+
+
+def test_the_summary_says_what_was_spent_and_on_what() -> None:
+    run = central()
+    experiments = {"fedavg": fs.Experiment(method=fs.FedAvg(mean="uniform"), **CENTRAL)}
+    content = summary(experiments, {"fedavg": [("fedavg", run)]}, UNKNOWN, {})
+    assert content["methods"]["fedavg"]["runs"][0]["epsilon"] == run.history[-1]["epsilon"]
+    assert content["scores"]["epsilon"].startswith("each client's changes (central: clipped to 0.5")

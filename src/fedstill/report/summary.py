@@ -9,6 +9,7 @@ from .. import scores
 from ..core import settings
 from ..core.version import __version__
 from ..run.evaluate import Evaluation
+from ..server import privacy
 from .text import GENERIC, Facts, Stat, rows, scored, seconds, stat_of
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ def _explanations(runs: Sequence[Run], facts: Facts) -> dict[str, str]:
         for name in _numbers(run):
             if name in words:
                 explanations[name] = words[name].replace("{external}", facts.external or "external data")
+        if "epsilon" in _numbers(run):
+            explanations["epsilon"] = privacy.words(run.method, run.task, run.training)
         if run.newcomers:
             newcomers = f"{len(run.newcomers)} join after the federation"
             explanations["clients"] = f"the {len(run.clients)} that train; {newcomers}"
@@ -76,7 +79,7 @@ def _explanations(runs: Sequence[Run], facts: Facts) -> dict[str, str]:
 def _numbers(run: Run) -> dict[str, Any]:
     record = scored(run)
     names = (
-        "personal", "personal_sample", "personal_std", "personal_worst", "generic", "generic_common", "loss",
+        "personal", "personal_sample", "personal_std", "personal_worst", "generic", "generic_common", "loss", "epsilon",
     )  # fmt: skip
     values = {**{name: record[name] for name in names if name in record}, **scores.numbers(run.after, run.history)}
     newcomers = {"newcomers": list(run.newcomers)} if run.newcomers else {}

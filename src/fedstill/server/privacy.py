@@ -265,6 +265,8 @@ def check(method: Method, task: Task, settings: Privacy, cohort: int) -> None:
     if getattr(method, "mean", "uniform") != "uniform":
         right = f"'uniform' {kind}: no client may weigh more than another"
         raise InputError("mean", getattr(method, "mean", ""), right)
+    if method.upload_varies:
+        raise InputError("method", name, f"one that uploads the same entries in every round {kind}")
     example = uploaded(method, task)
     if set(example) != {"params"}:
         more = ", ".join(sorted(set(example) - {"params"}))
