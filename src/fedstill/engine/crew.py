@@ -124,6 +124,9 @@ class Crew:
         except BaseException:
             if os.getpid() != parent:
                 os._exit(1)
+            if all(worker.line is not ours for worker in self.workers):
+                for shared in (ours, inbox, outbox):
+                    shared.close()
             raise
         finally:
             theirs.close()
@@ -159,9 +162,9 @@ class Crew:
             for worker in self.workers:
                 if not waiting or not worker.ready or worker.job is not None:
                     continue
-                busy = any(other.job is not None for other in self.workers)
-                if busy and losses[waiting[0]] == LOSSES - 1:  # where memory is short, it must have all of it
-                    break
+                busy = [other.job[0] for other in self.workers if other.job is not None]
+                if busy and LOSSES - 1 in (losses[number] for number in (waiting[0], *busy)):
+                    break  # a last try has the machine for itself: memory may be short
                 number = waiting.popleft()
                 self._send(worker, number, jobs[number], shared)
 
@@ -241,9 +244,7 @@ class Crew:
         if passed < TICK:
             return []
         self._looked += passed
-        passed = min(
-            passed, 2 * TICK
-        )  # this process may have been stopped itself, or busy elsewhere: that is no waiting
+        passed = min(passed, 2 * TICK)  # the rest of the time this process was stopped itself, or busy elsewhere
         lost = []
         for worker in self.workers:
             state, used = _state(worker.pid)
@@ -252,9 +253,8 @@ class Crew:
                 limit, why = self.patience.start, "did not report"
             if state == "T":
                 limit, why = self.patience.stopped, "was stopped"
-            going_on = worker.ready and (
-                worker.job is None or state in "Rt" or used > worker.used
-            )  # t: a debugger has it
+            # t: a debugger has it
+            going_on = worker.ready and (worker.job is None or state in "Rt" or used > worker.used)
             worker.silent = 0.0 if going_on else worker.silent + passed
             worker.used = used
             if state == "Z":

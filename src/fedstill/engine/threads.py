@@ -55,6 +55,7 @@ def available(
     if chosen is None:  # torch's own choice is one a core, or one for two of them where a core counts twice
         usual = count in (cores, machine, cores // 2, machine // 2)
         chosen = not usual or "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ
+    count = min(count, _thread_limit() or count)
     if count == 1 or chosen:
         return count
     others = machine
@@ -69,6 +70,12 @@ def available(
     return max(1, min(count, machine - others))
 
 
+def _thread_limit() -> int:
+    """Return the limit that OpenMP was given, of which torch knows nothing; 0 for none."""
+    limit = os.environ.get("OMP_THREAD_LIMIT", "").strip()
+    return int(limit) if limit.isascii() and limit.isdecimal() and len(limit) < 10 else 0
+
+
 def check_obtainable(count: object) -> None:
     """Refuse a number of threads, that of a run that is to go on, where this process cannot have as many.
 
@@ -79,9 +86,8 @@ def check_obtainable(count: object) -> None:
             "threads", count, f"a whole number from 1 to {MOST}, as choices.json had it when the run began"
         )
     why = f"the run began with {count} threads, and the last bits of its results depend on their number"
-    limit = os.environ.get("OMP_THREAD_LIMIT", "").strip()
-    if limit.isdecimal() and 0 < int(limit) < count:
-        raise InputError("OMP_THREAD_LIMIT", int(limit), f"at least {count}: {why}")
+    if 0 < _thread_limit() < count:
+        raise InputError("OMP_THREAD_LIMIT", _thread_limit(), f"at least {count}: {why}")
     if count > 1 and os.environ.get("OMP_DYNAMIC", "").strip().lower() == "true":
         raise InputError("OMP_DYNAMIC", "true", f"false, so that OpenMP does not take fewer threads: {why}")
     if count > torch.get_num_threads():
