@@ -18,7 +18,8 @@ import torch
 import fedstill as fs
 from fedstill import methods
 from fedstill.core import tree
-from fedstill.run import checkpoint
+from fedstill.run import callbacks, checkpoint
+from fedstill.run.callbacks import Pace
 from fedstill.run.experiment import FORMAT
 from fedstill.run.journal import Journal
 
@@ -268,3 +269,49 @@ def test_a_run_from_python_goes_on_by_the_same_call_only(tmp_path: Path) -> None
     with pytest.raises(fs.InputError, match="same call"):
         fs.simulate(fs.PFedSD(lam=9), model=make("plain"), data=ragged(), out=tmp_path / "run", resume=True)
     assert identical(states(call()), states(call(out=tmp_path / "run", resume=True)))
+
+
+def test_the_state_is_kept_as_often_as_costs_little() -> None:
+    """After the first round; then when 50 times what that took is over, and at the latest after ten rounds."""
+    now = [0.0]
+    pace, kept = Pace(lambda: now[0]), []
+
+    def saving():
+        now[0] += 0.1
+        yield
+
+    for round in range(1, 31):
+        now[0] += 1.5
+        due = [pace.due(round) for _ in range(2)]  # of two runs side by side
+        assert due[0] == due[1]
+        if due[0]:
+            kept.append(round)
+            for _ in range(2):
+                list(pace.timed(saving()))
+    assert kept == [1, 8, 10, 17, 20, 27, 30]
+
+
+def test_a_kill_costs_at_most_a_round_where_saving_is_cheap(tmp_path: Path) -> None:
+    """By default, with rounds that take long: every one is kept."""
+
+    class Slow:
+        def on_start(self, coordinator) -> None: ...
+        def on_end(self, coordinator) -> None: ...
+        def on_round(self, coordinator, record) -> None:
+            clock[0] += 60
+
+    clock = [0.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(callbacks.Pace.__init__, "__defaults__", (lambda: clock[0],))
+        settings = {**SETTINGS, "rounds": 4}
+        with pytest.raises(KeyboardInterrupt):
+            fs.simulate(
+                fs.PFedSD(), model=make("plain"), data=ragged(), **settings, out=tmp_path / "run", callbacks=[Slow()],
+                progress=lambda record: stop(record, 3),
+            )  # fmt: skip
+    assert list(Journal(tmp_path / "run").survey(torch.device("cpu")).whole) == [2, 3]
+
+
+def stop(record, after: int) -> None:
+    if record["round"] == after:
+        raise KeyboardInterrupt

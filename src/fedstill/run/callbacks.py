@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -17,6 +18,7 @@ from .checkpoint import FILE_BYTES, Checkpoint
 from .journal import Journal
 from .signals import Stop
 
+EVERY, SHARE = 10, 50  # rounds between checkpoints at most; of the time, one in so many seconds may go into them
 Progress: TypeAlias = Callable[[Record], None]
 
 
@@ -37,11 +39,47 @@ class ProgressCallback:
         """Do nothing."""
 
 
+class Pace:
+    """When runs keep their state where nothing says how often: after the first round, then as often as it costs little.
+
+    Runs that go side by side keep theirs after the same rounds, so that they can go on together.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.newest, self.now = 0, False  # the newest round that is over in any of the runs, and whether it is kept
+        self.since, self.cost = clock(), 0.0  # when the last one was begun, and the seconds that it took in all runs
+
+    def due(self, round: int) -> bool:
+        """Return whether the state after this round, which is over, is kept."""
+        if round > self.newest:
+            now = self.clock()
+            self.newest, self.now = round, now - self.since >= SHARE * self.cost or round % EVERY == 0
+            if self.now:
+                self.since, self.cost = now, 0.0
+        return self.now
+
+    def timed(self, dialogue: Dialogue[None]) -> Dialogue[None]:
+        """Carry out what keeps a run's state, and note what it costs."""
+        began = self.clock()
+        yield from dialogue
+        self.cost += self.clock() - began
+
+
 class JournalCallback:
     """Writes every record, and a checkpoint every so many rounds, after the last, and where the run is asked to stop."""
 
-    def __init__(self, journal: Journal, checkpoint_every: int, choices: Choices, stop: Stop | None = None) -> None:
-        self.journal, self.checkpoint_every, self.choices, self.stop = journal, checkpoint_every, choices, stop
+    def __init__(
+        self,
+        journal: Journal,
+        checkpoint_every: int,
+        choices: Choices,
+        stop: Stop | None = None,
+        pace: Pace | None = None,
+    ) -> None:
+        """`checkpoint_every` is 0 where the pace decides."""
+        self.journal, self.checkpoint_every, self.choices = journal, checkpoint_every, choices
+        self.stop, self.pace = stop, pace or Pace()
 
     def on_start(self, coordinator: Coordinator) -> None:
         """Write what was chosen before the first round, on which its results may depend."""
@@ -52,8 +90,10 @@ class JournalCallback:
         self.journal.record(record)
         self.journal.write_choices(self.choices)
         round, stops = record["round"], self.stop is not None and self.stop.due(record["round"])
-        due = round % self.checkpoint_every == 0 or round == coordinator.task.rounds or stops
-        return save(self.journal, coordinator, self.choices) if due else None
+        due = round % self.checkpoint_every == 0 if self.checkpoint_every else self.pace.due(round)
+        if not (due or round == coordinator.task.rounds or stops):
+            return None
+        return self.pace.timed(save(self.journal, coordinator, self.choices))
 
     def on_end(self, coordinator: Coordinator) -> None:
         """Do nothing: the last round was kept."""

@@ -85,7 +85,11 @@ class Experiment(Training):
     head: tuple[str, ...] = setting((), "the modules that make the head; empty: as the model says", group="model")
     external: str = setting("", "also score on data that no client has: a name or path, as data", group="scores")
     checkpoint_every: int = setting(
-        10, "keep the state every so many rounds, and after the last", least=1, group="machine"
+        0,
+        "keep the state every so many rounds, and after the last; 0: at least every 10, "
+        " and as often as that takes less than a fiftieth of the time",
+        least=0,
+        group="machine",
     )
 
     def __post_init__(self) -> None:

@@ -37,7 +37,7 @@ from ..timing.schedule import Schedule, Trigger
 from ..timing.wait_free import Background, WaitFree
 from ..transport.local import LocalTransport
 from ..transport.messages import Transport
-from .callbacks import JournalCallback, Progress, ProgressCallback, restore, state_of
+from .callbacks import JournalCallback, Pace, Progress, ProgressCallback, restore, state_of
 from .checkpoint import Checkpoint
 from .driver import Driver
 from .journal import Journal, Survey
@@ -67,7 +67,7 @@ class Start:
 
     simulation: Simulation
     journal: Journal | None = None
-    checkpoint_every: int = 10
+    checkpoint_every: int = 0  # 0: as often as costs little
     progress: Progress | None = None
     resume: bool = False  # continue after the journal's newest checkpoint
     callbacks: Sequence[Callback] = ()  # others that follow the run
@@ -146,9 +146,9 @@ def start(starts: Sequence[Start], transport: Transports | None = None, stop: St
         carrier = transport.open(parts.edge, sims)
     else:
         carrier = (transport or LocalTransport)(parts.edge)
-    driver = Driver(carrier)
+    driver, pace = Driver(carrier), Pace()
     coordinators = [
-        _coordinator(start, number, len(starts), strategy, carrier, parts.trainer, stop)
+        _coordinator(start, number, len(starts), strategy, carrier, parts.trainer, stop, pace)
         for number, (start, strategy) in enumerate(zip(starts, parts.rounds, strict=True))
     ]
     surveys = [None if one.journal is None else one.journal.survey(one.simulation.device) for one in starts]
@@ -182,7 +182,14 @@ def edge_of(sims: Sequence[Simulation], folder: Path | None = None) -> Parts:
 
 
 def _coordinator(
-    start: Start, number: int, runs: int, rounds: Rounds, transport: Transport, trainer: Trainer, stop: Stop | None
+    start: Start,
+    number: int,
+    runs: int,
+    rounds: Rounds,
+    transport: Transport,
+    trainer: Trainer,
+    stop: Stop | None,
+    pace: Pace,
 ) -> Coordinator:
     sim, training = start.simulation, start.simulation.training
     with explained(sim.method, sim.task, stacked=False):
@@ -192,7 +199,7 @@ def _coordinator(
         server = rule.begin(server, sim.task.net.parameters)
     callbacks: list[Callback] = []
     if start.journal is not None:
-        callbacks.append(JournalCallback(start.journal, start.checkpoint_every, trainer.choices, stop))
+        callbacks.append(JournalCallback(start.journal, start.checkpoint_every, trainer.choices, stop, pace))
     if start.progress is not None:
         callbacks.append(ProgressCallback(start.progress))
     callbacks += start.callbacks
@@ -245,7 +252,7 @@ def _choose(start: Start, survey: Survey | None, at: int | None) -> Checkpoint |
     """Return the checkpoint that a run goes on from; None where it begins."""
     if start.journal is None or survey is None or not start.resume:
         return None
-    return start.journal.choose(survey, start.checkpoint_every, at)
+    return start.journal.choose(survey, start.checkpoint_every or 1, at)
 
 
 def _resume(
