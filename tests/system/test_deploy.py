@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 import fedstill as fs
-from fedstill.core import tree
+from fedstill.core import reading, tree
+from fedstill.core.errors import InputError
 from fedstill.data import Federation
 from fedstill.methods import METHODS
 from fedstill.run.experiment import Experiment
@@ -29,6 +30,9 @@ if importlib.util.find_spec("nvflare") is None:
     pytest.skip("the extra deploy (nvflare) is not installed", allow_module_level=True)
 
 from fedstill.deploy import demo, jobs, keeper, process
+from fedstill.deploy.flare import pack, unpack
+from fedstill.deploy.folders import Hub, Site
+from fedstill.deploy.process import Settings
 
 NAMES = ("a", "b", "c")
 HELD: dict[str, Any] = {"rounds": 3, "dtype": "float64", "lr": 0.05, "momentum": 0.9, "device": "cpu", "engine": "one"}
@@ -132,3 +136,70 @@ def test_killed_hubs_and_sites_come_to_the_same_bits(party: demo.Party) -> None:
             b["steps"],
             b["personal_clients"],
         )
+
+
+# ---- who is not let in -------------------------------------------------------------------------------------------------
+def imposter(party: demo.Party, folder: Path, approved_by: Hub, name: str, claims: str) -> Path:
+    """A site with a certificate of some hub for `name`, which knocks at the party's hub as `claims`."""
+    asked = Site.request(folder, name)
+    kit = {**approved_by.approve(json.dumps(asked), name), "hub": party.hub.name, "port": party.hub.port}
+    Site.at(folder).join(json.dumps(kit), name)
+    about = json.loads((folder / "site.json").read_text())
+    (folder / "site.json").write_text(json.dumps({**about, "name": claims}))
+    Settings(str(party.folder / "a.npz"), device="cpu").write(folder)
+    return folder
+
+
+def log_of(folder: Path) -> str:
+    return (folder / keeper.LOG).read_text(errors="replace")
+
+
+def test_strangers_and_imposters_are_kept_out_and_the_run_is_unaffected(party: demo.Party, tmp_path: Path) -> None:
+    other = Hub.init(tmp_path / "other", "demo-hub", "127.0.0.1", party.hub.port)
+    folders = {
+        "another root": imposter(party, tmp_path / "x", other, "x", "x"),
+        "the name of a": imposter(party, tmp_path / "y", party.hub, "d", "a"),
+        "no approval": imposter(party, tmp_path / "z", party.hub, "z", "z"),
+    }
+    for name in ("d", "z"):
+        (party.hub.folder / "sites" / f"{name}.crt").unlink()
+    keepers = {why: process.launch("site", folder, threads=1) for why, folder in folders.items()}
+    try:
+        _, before = run(party, "pfedsd", epochs=40, rounds=8)
+        signs = {  # in the logs
+            "another root": lambda: "CERTIFICATE_VERIFY_FAILED" in log_of(folders["another root"]),
+            "the name of a": lambda: "authenticated as 'd' but claimed endpoint 'a'" in log_of(party.hub.folder),
+            "no approval": lambda: keepers["no approval"].poll() == keeper.REFUSED,
+        }
+        end = time.monotonic() + 40
+        while time.monotonic() < end and not all(sign() for sign in signs.values()):
+            time.sleep(0.5)
+        seen = {why: bool(sign()) for why, sign in signs.items()}
+        assert all(seen.values()), (seen, log_of(party.hub.folder)[-4000:])
+        assert not any((folder / process.UP).exists() for folder in folders.values())
+    finally:
+        for folder in folders.values():
+            process.stop(folder)
+    assert all(record["participants"] == [0, 1, 2] for record in before)
+    _, after = run(party, "pfedsd", epochs=40, rounds=8)
+    assert [record["personal_clients"] for record in before] == [record["personal_clients"] for record in after]
+
+
+@pytest.mark.parametrize(
+    "data", [b"", bytes(7), b"\xff" * 64, b"\x02" + bytes(7) + b"[]", b"\x04" + bytes(7) + b"nope", None, {}]
+)
+def test_bytes_that_are_no_message_are_named(data: object) -> None:
+    with pytest.raises(reading.Unreadable):
+        unpack(data)
+    assert unpack(pack({"do": "ask"}, b"body")) == ({"do": "ask"}, b"body")
+
+
+def test_a_revoked_site_is_refused_and_the_others_go_on(party: demo.Party) -> None:
+    party.hub.revoke("c")
+    party.keepers["c"].wait(30)
+    assert "does not let c take part" in process.tail(party.site("c"))
+    experiment = Experiment(method=METHODS["pfedsd"](), **HELD)
+    history = list(jobs.follow(jobs.submit(party.hub, experiment, NAMES[:2]), lambda: True))
+    assert [record["participants"] for record in history] == [[0, 1]] * 3
+    with pytest.raises(InputError, match="sites = 'c'"):
+        jobs.submit(party.hub, experiment, NAMES)
