@@ -23,6 +23,7 @@ import tarfile
 import tempfile
 import time
 import traceback
+import typing
 import warnings
 import zipfile
 import zlib
@@ -35,13 +36,15 @@ from typing import Any
 import numpy as np
 
 from fedstill.cli import main
+from fedstill.core import settings
 from fedstill.core.errors import InputError, TrainingError
 from fedstill.data import Dataset, load
 from fedstill.data.dataset import MAX_CLASSES
 from fedstill.data.download import _unpack
 from fedstill.data.record import load_record
-from fedstill.methods import get
+from fedstill.methods import METHODS, get
 from fedstill.run.experiment import Experiment
+from fedstill.run.prepare import from_experiment
 from fedstill.timing import clock
 
 Row = tuple[str, str, str]
@@ -810,7 +813,72 @@ def memory_limits(root: Path, short: bool) -> list[Row]:
     return [(f"a run with {limits[0]} to {limits[-1]} MB left", "one line, no traceback", figure)]
 
 
-SECTIONS: dict[str, Callable[[bool], list[Row]]] = {"files": files, "experiments": experiments, "bombs": bombs}
+# ---- extreme settings ------------------------------------------------------------------------------------------------
+
+NUMBERS = {
+    int: [0, 1, 2, 3, 7, 64, 1000, 10**6, 10**9, 2**31, 2**40, 2**62, 2**63 - 1],
+    float: [0.0, 1e-300, 1e-9, 0.1, 0.5, 1.0, 1.5, 10.0, 1e6, 1e38, 1e200, 1e308],
+    bool: [True, False],
+    str: [
+        "",
+        "x",
+        "iid",
+        "shards:2",
+        "lognormal:0.5",
+        "uniform",
+        "owner",
+        "file:/dev/null",
+        "cpu",
+        "official",
+        "70/10/20",
+        "mlp",
+        "lenet5",
+        "synthetic:1,1,5",
+        "a\x00b",
+        "/",
+    ],
+}
+
+
+def extremes(short: bool) -> list[Row]:
+    """Prepare experiments whose fields have extreme values, each in a process whose memory is limited."""
+    os.environ.update(SILENT)
+    count = 12 if short else 400
+    rng = np.random.Generator(np.random.Philox(key=7))
+    outcome: Counter[str] = Counter()
+    fields, types = settings.fields_of(Experiment), settings.types_of(Experiment)
+    for _ in range(count):
+        values: dict[str, Any] = {}
+        for i in rng.choice(len(fields), int(rng.integers(1, 4)), replace=False):
+            kind = types[fields[i].name]
+            choices = (
+                typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else NUMBERS.get(kind, [(), ("x",)])
+            )
+            values[fields[i].name] = choices[int(rng.integers(0, len(choices)))]
+        method = get(sorted(METHODS)[int(rng.integers(0, len(METHODS)))])()
+        try:
+            experiment = Experiment(**values, method=method)
+        except InputError:
+            outcome["refused"] += 1
+            continue
+
+        def act(experiment: Experiment = experiment) -> None:
+            from_experiment(experiment)
+
+        end = apart(act, 3 << 30)
+        assert end.said == "" or end.said.startswith("InputError"), f"{method.id} {values}: {end.said}"
+        assert end.growth < 1 << 30, f"{method.id} {values}: the peak grew by {end.growth >> 20} MB"
+        outcome["refused with the data" if end.said else "ready to train"] += 1
+    figure = ", ".join(f"{number} {words}" for words, number in sorted(outcome.items()))
+    return [(f"{count} experiments with extreme values", "one line, or ready to train", figure)]
+
+
+SECTIONS: dict[str, Callable[[bool], list[Row]]] = {
+    "files": files,
+    "experiments": experiments,
+    "extremes": extremes,
+    "bombs": bombs,
+}
 
 if __name__ == "__main__":
     for section in sys.argv[1:] or SECTIONS:
