@@ -168,6 +168,13 @@ def result(folder: Path) -> dict[str, Any]:
     return {"models": (folder / MODELS).read_bytes(), "records": records}
 
 
+def rounds_done(folder: Path) -> int:
+    """Return how many rounds a run has recorded."""
+    with contextlib.suppress(OSError):
+        return (folder / "run" / "metrics.jsonl").read_bytes().count(b"\n")
+    return 0
+
+
 def check_same(folder: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Raise where two runs differ in anything."""
     for name, value in expected.items():
@@ -189,20 +196,23 @@ def until_workers(process: subprocess.Popen[bytes], count: int = 2) -> list[int]
 
 def workers(short: bool) -> list[Row]:
     """Kill and stop workers of a run at random moments; compare its end with that of the run left alone."""
-    how = dict(rounds=20 if short else 150, workers=2, engine="one", samples=80, channels=16)
+    how: dict[str, Any] = dict(rounds=20 if short else 150, workers=2, engine="one", samples=80, channels=16)
     draw, rows = random.Random(13), []
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         expected = whole(root / "quiet", **how)
-        for fault, number, times, pause in (
-            ("a worker killed (SIGKILL)", signal.SIGKILL, 3 if short else 20, 0.6),
-            ("a worker stopped (SIGSTOP)", signal.SIGSTOP, 1 if short else 5, 2.0),
+        for fault, number, times in (
+            ("a worker killed (SIGKILL)", signal.SIGKILL, 3 if short else 20),
+            ("a worker stopped (SIGSTOP)", signal.SIGSTOP, 1 if short else 5),
         ):
             struck, folder, before = 0, root / number.name, shared_files()
+            moments = sorted(draw.sample(range(3, how["rounds"] * 4 // 5), times))
             with started(folder, **how) as process:
                 while process.poll() is None and struck < times:
-                    until_workers(process)
-                    time.sleep(draw.uniform(0, pause))
+                    if rounds_done(folder) < moments[struck]:
+                        time.sleep(0.005)
+                        continue
+                    time.sleep(draw.uniform(0, 0.05))
                     pids = [pid for pid in children(process.pid) if state(pid) not in ("", "T", "Z")]
                     if pids:
                         with contextlib.suppress(ProcessLookupError):
