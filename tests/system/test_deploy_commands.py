@@ -61,6 +61,9 @@ def test_from_nothing_to_a_run_and_a_revocation(here: Path, capsys: Any) -> None
     assert "not at work yet" in said(capsys, "hub", "start", "--folder", "hub", status=2)
     started = said(capsys, "site", "start", "--folder", "one", "--data", "ours.npz", "--monitor", "memory>0")
     assert "at work with 40 training and 20 test samples" in started
+    canary = said(capsys, "hub", "canary", "pfedsd", "--folder", "hub")
+    assert re.search(r"clinic-one +40 +3 +6 .* s\n", canary)
+    assert "all sites are ready" in canary
     out = said(capsys, "hub", "run", "pfedsd", "--folder", "hub", "--rounds", "2", "--name", "first")
     assert "round 2/2: personal" in out
     assert (here / "hub" / "runs" / "first" / "run" / "metrics.jsonl").exists()

@@ -283,6 +283,28 @@ class Dying(hubs.Desk):
         return super().answer(site, header, body)
 
 
+# ---- the canary -----------------------------------------------------------------------------------------------------
+def test_the_canary_says_what_is_wrong_where(party: Party) -> None:
+    assert not party.desk.wait_for(NAMES, 20)
+    experiment = Experiment(method=METHODS["pfedsd"](), **HELD)
+    told = hubs.canary(party.desk, experiment, NAMES, party.folder / "canary")
+    assert told["wrong"] == []
+    assert [row["site"] for row in told["rows"]] == list(NAMES)
+    assert all(row["seconds"] >= 0 and row["shape"] == [6] and row["classes"] == 4 for row in told["rows"])
+    party.desk.known["b"].about["shape"] = [7]
+    party.desk.known["c"].skew = -3600.0
+    party.desk.known["a"].about["machine"]["disk"] = 1e6
+    told = hubs.canary(party.desk, experiment, [*NAMES, "d"], party.folder / "canary-2")
+    for part in (
+        "site 'd' is not here",
+        "shape of site 'b'",
+        "clock of site 'c' is -3600 s",
+        "site 'a' has 1 MB of disk",
+    ):
+        assert any(part in wrong for wrong in told["wrong"]), part
+    assert not (party.folder / "canary-2").exists()
+
+
 # ---- hubs that stop ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("method", ["pfedsd", "scaffold"])
 def test_a_hub_that_goes_on_has_the_bits_of_one_that_did_not_stop(

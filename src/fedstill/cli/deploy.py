@@ -21,6 +21,10 @@ HUB_WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
         "METHOD|FILE.toml: run an experiment with the sites",
         ("name", "sites", "wait", "round_deadline"),
     ),
+    "canary": (
+        "METHOD|FILE.toml: look at every site and make one round, before the real run",
+        ("sites", "wait"),
+    ),
     "status": ("show who is here, the round, and what was refused", ()),
     "stop": ("stop the hub; nothing is lost", ()),
     "revoke": ("NAME: refuse a site from now on", ()),
@@ -71,7 +75,7 @@ def _dispatch(
     group = parser.add_argument_group("deployment")
     for name in ("folder", *options):
         _option(parser, group, name)
-    if (command, argv[0]) == ("hub", "run"):
+    if command == "hub" and argv[0] in ("run", "canary"):
         flags.add_methods(parser, METHODS, Experiment)
         flags.add(parser, Experiment)
     given, words = parser.read(argv[1:])

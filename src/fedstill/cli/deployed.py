@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import data as sources
 from ..core import files, reading
-from ..core.errors import InputError, Shown
+from ..core.errors import InputError, Shown, TrainingError
 from ..data import Federation
 from ..deploy import demo, hub, jobs, process
 from ..deploy.certificates import fingerprint, read
@@ -61,26 +61,57 @@ def _hub_start(given: Mapping[str, Any], words: Sequence[str]) -> None:
     say(f"hub {made.name} listens on {made.host}:{made.port}")
 
 
-def _hub_run(given: Mapping[str, Any], words: Sequence[str]) -> None:
+def _asked(given: Mapping[str, Any], words: Sequence[str]) -> tuple[Hub, Experiment, list[str]]:
+    """Return the hub, the experiment and the sites that a command names; the hub must be at work."""
     (what,) = _words(words, "METHOD|FILE.toml")
     made = Hub.at(_folder(given, HUB))
     base = train._base(what)
-    own = {name: value for name, value in given.items() if name not in OPTIONS and name != "foreground"}
+    own = {name: value for name, value in given.items() if name not in OPTIONS}
     with flags.named(own):
         experiment = plan([base.method], base, own, "run").first
     hub.check(experiment)
     if not process.running(made.folder):
         raise InputError("folder", str(made.folder), "that of a hub that is at work: fedstill hub start")
-    sites = [word.strip() for word in given["sites"].split(",")] if "sites" in given else made.sites()
-    deadline, wait = (_seconds(given, name, default) for name, default in (("round_deadline", 0.0), ("wait", 120.0)))
-    folder = jobs.submit(made, experiment, sites, name=given.get("name", ""), deadline=deadline, wait=wait)
-    say(
-        f"{folder.name}: {experiment.method.id} with {', '.join(sorted(sites))}; to stop watching press Ctrl-C, it goes on"
+    return made, experiment, [name.strip() for name in given["sites"].split(",")] if "sites" in given else made.sites()
+
+
+def _hub_run(given: Mapping[str, Any], words: Sequence[str]) -> None:
+    made, experiment, sites = _asked(given, words)
+    auto = given.get("round_deadline") == "auto"
+    deadline = _seconds({} if auto else given, "round_deadline", 0.0)
+    wait, names = _seconds(given, "wait", 120.0), sorted(sites)
+    folder = jobs.submit(
+        made, experiment, sites, name=given.get("name", ""), deadline="auto" if auto else deadline, wait=wait
     )
-    names = sorted(sites)
+    say(f"{folder.name}: {experiment.method.id} with {', '.join(names)}; to stop watching press Ctrl-C, it goes on")
     for record in jobs.follow(folder, lambda: bool(process.running(made.folder))):
         say(_line(record, experiment.rounds, names))
     say(f"results in {folder / jobs.RUN}; each site has its own model in its folder")
+
+
+def _hub_canary(given: Mapping[str, Any], words: Sequence[str]) -> None:
+    made, experiment, sites = _asked(given, words)
+    folder = jobs.submit(made, experiment, sites, wait=_seconds(given, "wait", 20.0), canary=True)
+    failed: TrainingError | None = None
+    try:
+        for _ in jobs.follow(folder, lambda: bool(process.running(made.folder))):
+            pass
+    except TrainingError as error:
+        failed = error
+    told = reading.read_json(folder / jobs.OUTCOME) if (folder / jobs.OUTCOME).exists() else {"rows": []}
+    say(
+        f"{'site':<20} {'samples':>8} {'classes':>8} {'shape':>14} {'memory':>9} {'disk':>9} {'clock':>8} {'a round':>9}"
+    )
+    for row in told.get("rows", []):
+        shape = "×".join(map(str, row["shape"]))
+        took = f"{row['seconds']:.1f} s" if "seconds" in row else "-"
+        room = " ".join(f"{row[kind] / 1e9:>6.1f} GB" for kind in ("memory", "disk"))
+        say(
+            f"{row['site']:<20} {row['samples']:>8} {row['classes']:>8} {shape:>14} {room} {row['clock']:>+6.1f} s {took:>9}"
+        )
+    if failed is not None:
+        raise failed
+    say("all sites are ready")
 
 
 def _hub_status(given: Mapping[str, Any], words: Sequence[str]) -> None:
@@ -178,6 +209,7 @@ ACTIONS: dict[tuple[str, str], Action] = {
     ("hub", "approve"): _hub_approve,
     ("hub", "start"): _hub_start,
     ("hub", "run"): _hub_run,
+    ("hub", "canary"): _hub_canary,
     ("hub", "status"): _hub_status,
     ("hub", "stop"): _hub_stop,
     ("hub", "revoke"): _hub_revoke,

@@ -15,5 +15,9 @@ OPTIONS = {  # by flag: its value's name, and its help
     "monitor": ("CONDITIONS", "work only if these hold, as battery>20,load<0.8"),
     "sites": ("NAMES", "the sites that take part, joined by commas; for deploy-demo their number [default all, 3]"),
     "wait": ("SECONDS", "how long sites that are away are waited for before the first round [default 120]"),
-    "round_deadline": ("SECONDS", "end a round without the sites that have not answered [default 0: wait for all]"),
+    "round_deadline": (
+        "SECONDS",
+        "end a round without the sites that have not answered; auto: as the slowest site needs, with a margin "
+        "[default 0: wait for all]",
+    ),
 }

@@ -62,20 +62,29 @@ class Own:
         return Federation(tuple(everyone), classes, "site", whole.checksum, None, record, self.labels, whole=whole)
 
 
-def skeleton(names: Sequence[str], abouts: Sequence[Mapping[str, Any]]) -> Federation:
-    """Return the federation as the hub sees it: no samples, but what the sites have told of theirs. Refuse what does not fit."""
-    first = abouts[0]
+def problems(names: Sequence[str], abouts: Sequence[Mapping[str, Any]]) -> list[InputError]:
+    """Return what does not fit together in what the sites have told of their data, each with the site's name."""
+    first, found = abouts[0], []
     for name, about in zip(names, abouts, strict=True):
         for field in ("shape", "dtype"):
             if about[field] != first[field]:
                 right = f"{first[field]} as at site {names[0]!r}"
-                raise InputError(f"{field} of site {name!r}", Shown(str(about[field])), right)
+                found.append(InputError(f"{field} of site {name!r}", Shown(str(about[field])), right))
         if about["labels"] and first["labels"] and about["labels"] != first["labels"]:
             right = f"{', '.join(first['labels'])}, as at site {names[0]!r}"
-            raise InputError(f"classes of site {name!r}", Shown(", ".join(about["labels"])), right)
-    validated = {bool(about["sizes"].get("val")) for about in abouts}
-    if len(validated) > 1:
-        raise InputError("validation data", Shown("at some sites"), "at all sites or at none")
+            found.append(InputError(f"classes of site {name!r}", Shown(", ".join(about["labels"])), right))
+        if bool(about["sizes"].get("val")) != bool(first["sizes"].get("val")):
+            right = f"there or not as at site {names[0]!r}"
+            found.append(InputError(f"validation data of site {name!r}", Shown("there or not"), right))
+    return found
+
+
+def skeleton(names: Sequence[str], abouts: Sequence[Mapping[str, Any]]) -> Federation:
+    """Return the federation as the hub sees it: no samples, but what the sites have told of theirs. Refuse what does not fit."""
+    first = abouts[0]
+    for problem in problems(names, abouts):
+        raise problem
+    validated = {bool(first["sizes"].get("val"))}
     x = torch.empty((0, *first["shape"]), dtype=getattr(torch, first["dtype"]))
     y = torch.empty(0, dtype=torch.int64)
     nobody = Client(x, y, x, y, *((x, y) if True in validated else ()))

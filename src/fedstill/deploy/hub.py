@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..core import files, tree
-from ..core.errors import InputError, Shown
+from ..core.errors import InputError, Shown, TrainingError
 from ..core.version import __version__
 from ..data import Federation
 from ..edge.edge import Edge
@@ -27,7 +27,7 @@ from ..run.prepare import Simulation
 from ..run.result import Run
 from ..server.coordinator import Record
 from ..transport.sites import Sites
-from .data import skeleton
+from .data import problems, skeleton
 
 DEPLOYMENT = (
     "deployment.json"  # in a run's folder: its id, its sites, and how often the hub has begun or gone on with it
@@ -46,6 +46,7 @@ class Seen:
 
     about: dict[str, Any]
     at: float
+    skew: float = 0.0  # seconds by which its clock is ahead
 
 
 @dataclass
@@ -65,6 +66,7 @@ class Desk:
         self.known: dict[str, Seen] = {}
         self.refusals: list[dict[str, Any]] = []  # messages that were not taken, newest last
         self.opened: Open | None = None
+        self.took: dict[str, float] = {}  # by site the seconds of its last training in the run that was open last
         self._changed = threading.Condition()
 
     def answer(self, site: str, header: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
@@ -117,7 +119,7 @@ class Desk:
             return {"refused": "what it tells of itself cannot be read"}
         with self._changed:
             new = site not in self.known
-            self.known[site] = Seen(checked, time.time())
+            self.known[site] = Seen(checked, time.time(), checked["machine"]["clock"] - time.time())
             self._changed.notify_all()
         if new:
             self.log(f"site {site} is here: {checked['sizes']} samples, shape {checked['shape']}")
@@ -144,6 +146,8 @@ class Desk:
     def close(self) -> None:
         """Have sites take part in no run."""
         with self._changed:
+            if self.opened is not None:
+                self.took = {name: box.took for name, box in self.opened.sites.boxes.items()}
             self.opened = None
             self._changed.notify_all()
 
@@ -236,6 +240,54 @@ def run(
         return simulation.run(experiment, out=folder, federation=federation, progress=progress, transport=deployment)
     finally:
         desk.close()
+
+
+CLOCK = 60.0  # seconds by which clocks may differ: certificates and logs depend on them
+ROOM = 64 << 20  # bytes of memory and disk that a site needs beside the model's
+
+
+def canary(desk: Desk, experiment: Experiment, names: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Look at all sites before the real run, then make one round of it: return a row for each site, and what is wrong."""
+    here = [name for name in names if name in desk.known]
+    wrong = [f"site {name!r} is not here" for name in names if name not in desk.known]
+    wrong += [
+        f"site {r['site']!r}: {r['reason']}" for r in desk.refusals if r["site"] in names and r["site"] not in here
+    ]
+    if here:
+        wrong += [str(problem) for problem in problems(here, [desk.known[name].about for name in here])]
+    for name in here:
+        seen = desk.known[name]
+        if abs(seen.skew) > CLOCK:
+            wrong.append(f"the clock of site {name!r} is {seen.skew:+.0f} s off the hub's")
+        for kind in ("memory", "disk"):
+            if seen.about["machine"][kind] < ROOM:
+                wrong.append(f"site {name!r} has {seen.about['machine'][kind] / 1e6:.0f} MB of {kind} free")
+    rows: list[dict[str, Any]] = [
+        {
+            "site": name,
+            "samples": desk.known[name].about["sizes"]["train"],
+            "classes": desk.known[name].about["classes"],
+            "shape": desk.known[name].about["shape"],
+            "memory": desk.known[name].about["machine"]["memory"],
+            "disk": desk.known[name].about["machine"]["disk"],
+            "clock": round(desk.known[name].skew, 1),
+        }
+        for name in here
+    ]
+    if not wrong:
+        try:
+            history = run(desk, dataclasses.replace(experiment, rounds=1), names, folder).history
+            away = set(range(len(names))) - set(history[0]["participants"])
+            wrong += [f"site {names[k]!r} did not count: {_why(desk, names[k])}" for k in sorted(away)]
+            rows = [{**row, "seconds": round(desk.took[row["site"]], 2)} for row in rows]
+        except TrainingError as error:
+            wrong.append(str(error))
+    return {"rows": rows, "wrong": wrong}
+
+
+def _why(desk: Desk, site: str) -> str:
+    """Return what was noted last of a site."""
+    return next((str(r["reason"]) for r in reversed(desk.refusals) if r["site"] == site), "no reply")
 
 
 def roster(history: Sequence[Record], names: Sequence[str]) -> list[str]:

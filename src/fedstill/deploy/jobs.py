@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..core import files, reading
 from ..core.errors import InputError, TrainingError
@@ -30,7 +30,8 @@ def submit(
     sites: Sequence[str],
     *,
     name: str = "",
-    deadline: float = 0.0,
+    deadline: float | Literal["auto"] = 0.0,
+    canary: bool = False,
     wait: float = 120.0,
 ) -> Path:
     """Hand a run in to a hub; return its folder."""
@@ -47,7 +48,7 @@ def submit(
     if folder.exists() or not name.replace("-", "").replace("_", "").isalnum():
         raise InputError("name", name, "letters, digits and -, new among the hub's runs")
     files.write(folder / EXPERIMENT, experiment.to_toml().encode())
-    job = {"sites": sorted(sites), "deadline": deadline, "wait": wait}
+    job = {"sites": sorted(sites), "deadline": deadline, "wait": wait, "canary": canary}
     files.write(folder / JOB, (json.dumps(job, indent=2) + "\n").encode())  # last: from now on it is run
     return folder
 

@@ -24,6 +24,7 @@ from .jobs import EXPERIMENT, JOB, OUTCOME, RUN, STATUS
 from .process import UP
 
 EVERY = 0.2  # seconds between two looks at the folder
+MARGIN, START = 3.0, 10.0  # of `auto`: times what the slowest site took, and seconds besides
 GONE = 30.0  # seconds after which a site that says nothing counts as away
 Log = hubs.Log
 
@@ -85,18 +86,35 @@ class Office:
         self.now = {"run": folder.name, "round": 0, "rounds": experiment.rounds, "sites": names}
         self.log(f"run {folder.name}: waits for {', '.join(names)}")
         away = self.desk.wait_for(names, float(job["wait"]))
+        if job.get("canary"):
+            told = hubs.canary(self.desk, experiment, names, folder / RUN)
+            return {"ok": not told["wrong"], "why": "; ".join(told["wrong"]), **told}
         if away:
             return {"ok": False, "why": f"these sites are not here: {', '.join(away)}"}
 
         def progress(record: Record) -> None:
             self.now = {**self.now, "round": record["round"], "personal": record.get("personal")}
 
-        deadline = float(job["deadline"]) or None
+        deadline = (
+            self._auto(folder, experiment, names) if job["deadline"] == "auto" else float(job["deadline"]) or None
+        )
         run = hubs.run(self.desk, experiment, names, folder / RUN, deadline=deadline, progress=progress)
         never = hubs.roster(run.history, names)
         if never:
             return {"ok": False, "why": f"the run is over, but these sites never counted: {', '.join(never)}"}
         return {"ok": True, "rounds": len(run.history)}
+
+    def _auto(self, folder: Path, experiment: Experiment, names: list[str]) -> float:
+        """Return a deadline that the slowest site meets with a margin, from a first round that all sites make."""
+        kept = folder / "deadline.json"
+        if not kept.exists():
+            told = hubs.canary(self.desk, experiment, names, folder / "canary")
+            if told["wrong"]:
+                raise TrainingError("; ".join(told["wrong"]))
+            slowest = max(row["seconds"] for row in told["rows"])
+            seconds = MARGIN * slowest + START
+            files.write(kept, (json.dumps({"deadline": seconds, "slowest": slowest}) + "\n").encode())
+        return float(json.loads(kept.read_text())["deadline"])
 
     # ---- status ------------------------------------------------------------------------------------------------------
     def status(self) -> dict[str, Any]:
