@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import io
 import json
 import os
 import random
@@ -157,7 +158,16 @@ def contents(folder: Path) -> dict[str, Any]:
 
 
 def recorded(folder: Path) -> int:
-    return sum(file.read_bytes().count(b"\n") for file in folder.glob("**/metrics.jsonl"))
+    try:
+        return sum(file.read_bytes().count(b"\n") for file in folder.glob("**/metrics.jsonl"))
+    except FileNotFoundError:  # a folder that is just being made
+        return 0
+
+
+def quiet(words: Sequence[str]) -> int:
+    """Run a command in this process, without what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return main(words)
 
 
 def tidy(folder: Path) -> None:
@@ -400,7 +410,7 @@ def signals(short: bool) -> list[Row]:
         folder = Path(made_here)
         for name, number in kinds:
             command = [*RUNS[name], *TINY, "--rounds", "20" if short else "40", "--checkpoint-every", "10"]
-            assert main([*command, "--out", str(folder / "whole")]) == 0
+            assert quiet([*command, "--out", str(folder / "whole")]) == 0
             out, before = folder / "cut", 0
             for trial in range(2 if short else 8):
                 process = _process(go_on(command, out))
@@ -424,7 +434,7 @@ def signals(short: bool) -> list[Row]:
                     for file in out.rglob("metrics.jsonl"):  # every round that is recorded is in the checkpoint, too
                         last = max(int(index.stem[6:]) for index in file.parent.glob("checkpoints/round-*.json"))
                         assert last == file.read_bytes().count(b"\n"), said
-            assert main(go_on(command, out)) == 0
+            assert quiet(go_on(command, out)) == 0
             assert contents(out) == contents(folder / "whole"), name
             tidy(out)
             for made in (out, folder / "whole"):
@@ -437,7 +447,7 @@ def signals(short: bool) -> list[Row]:
 def _second(folder: Path, short: bool) -> list[Row]:
     """A second process is refused, and the first is not disturbed."""
     command, out = [*RUNS["a stacked comparison"], *TINY, "--rounds", "8" if short else "25"], folder / "busy"
-    assert main([*command, "--out", str(folder / "whole")]) == 0
+    assert quiet([*command, "--out", str(folder / "whole")]) == 0
     first, refused = _process([*command, "--out", str(out)]), 0
     while recorded(out) < 4:
         time.sleep(0.002)
