@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -132,6 +133,23 @@ def test_a_changed_record_of_a_job_is_refused(capsys) -> None:
         Path("c/job.json").write_text(damage)
         capsys.readouterr()
         assert "job.json is as fedstill wrote it" in refused(capsys, "resume", "c")
+
+
+def test_a_run_of_a_job_that_was_edited_stops_all_of_it_before_any_work(capsys) -> None:
+    assert main(["compare", "fedavg", "local", *TINY, "--rounds", "1", "--out", "c"]) == 0
+    toml = Path("c/local/experiment.toml")
+    text = toml.read_text()
+    for damage, says in (
+        (text.replace("lr = 0.05", "lr = 0.5"), "has been changed"),
+        (None, "delete it to have it run again"),
+    ):
+        toml.unlink() if damage is None else toml.write_text(damage)
+        capsys.readouterr()
+        assert says in refused(capsys, "resume", "c", "--rounds", "2")
+        assert recorded("c/fedavg") == 1
+    shutil.rmtree("c/local")
+    assert main(["resume", "c", "--rounds", "2"]) == 0
+    assert recorded("c") == 4
 
 
 def test_what_was_trained_together_must_be_known(capsys) -> None:

@@ -16,7 +16,7 @@ from ..report import local_work
 from ..report.text import Facts
 from ..run import prepare, simulation, together
 from ..run.callbacks import Progress
-from ..run.experiment import Experiment
+from ..run.experiment import Experiment, check_format
 from ..run.journal import Journal
 from ..run.legal import check_out
 from ..run.lock import FolderLock, check_free
@@ -70,6 +70,8 @@ def _execute(job: Job, resume: bool, stack: contextlib.ExitStack, transport: Tra
         check_out(job.out)
     federation = prepare.federation_of(job.first)
     stacked, notes = _check(job, federation)
+    if resume:
+        _check_folders(job)
     facts = Facts.of(job.first, federation)
     if job.out is not None and replaces_demo:
         with FolderLock(job.out):
@@ -110,6 +112,18 @@ def _check(job: Job, federation: Federation) -> tuple[list[str], list[str]]:
         on = "" if len(labels) == len(job.experiments) else f" on {', '.join(labels)}"
         lines.append(f"{flags.flag(name)} has no effect{on} {flags.in_words(reason)}")
     return stacked, lines
+
+
+def _check_folders(job: Job) -> None:
+    """Refuse, before any run goes on, a folder that one of them could not go on in."""
+    for label in job.experiments:
+        for number in range(job.seeds):
+            folder = job.folder(label, number)
+            if folder is not None and Journal(folder).begun:
+                check_format(folder)
+                Journal(folder).check_settings()
+            elif folder is not None:
+                check_free(folder, resume=True)
 
 
 def _run_all(

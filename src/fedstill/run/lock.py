@@ -103,7 +103,7 @@ def _forget() -> None:
         lock._drop()
 
 
-def check_free(folder: Path, field: str = "out") -> None:
+def check_free(folder: Path, resume: bool = False) -> None:
     """Refuse a folder that holds something, unless that is what a run leaves that was stopped before it had begun."""
     if not folder.exists():
         return
@@ -112,7 +112,9 @@ def check_free(folder: Path, field: str = "out") -> None:
     results = not names.isdisjoint(MARKS) or any(folder.glob(f"{CHECKPOINTS}/*"))
     if names and (LOCK not in names or others or results):
         right = "a folder that is new or empty ('fedstill resume FOLDER' continues a run)"
-        raise InputError(field, str(folder), right)
+        if resume:
+            right = f"one with its {MARKS[0]}, which is gone; delete it to have it run again from round 1"
+        raise InputError("folder" if resume else "out", str(folder), right)
 
 
 if hasattr(os, "register_at_fork"):

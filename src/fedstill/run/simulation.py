@@ -103,7 +103,7 @@ def begin(
             journal.folder, progress=progress, federation=federation, experiment=experiment, transport=transport
         )
     if journal:
-        check_free(journal.folder)
+        check_free(journal.folder, resume)
     federation = share_of(federation, experiment, transport)
     simulation, federation = from_experiment(experiment, federation)
     if journal:
