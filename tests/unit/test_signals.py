@@ -197,6 +197,18 @@ def test_an_interrupt_while_the_command_is_imported(tmp_path: Path) -> None:
         assert [line for line in said.splitlines() if not line.startswith("import time")] == ["fedstill: stopped"]
 
 
+@pytest.mark.parametrize(
+    ("error", "says"), [("MemoryError()", "too small for PyTorch"), ("KeyError('x')", "KeyError: 'x'")]
+)
+def test_too_little_memory_to_import(error: str, says: str) -> None:
+    """As long as the command has not begun, a lack of memory is said in a line, and anything else as Python says it."""
+    code = f"import sys; sys.argv[0] = 'fedstill'; import fedstill; raise {error}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert says in done.stderr.splitlines()[-1]
+    assert ("Traceback" in done.stderr) == (error != "MemoryError()")
+
+
 def test_importing_the_library_changes_no_handler() -> None:
     code = "import signal, fedstill; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True\n"
