@@ -245,6 +245,12 @@ def test_clients_that_are_sampled_cost_less_and_a_round_of_nobody_still_has_nois
     assert all((moved[0][n] != moved[1][n]).all() for n in moved[0])
 
 
+def test_in_simulated_time_every_sampled_client_counts_however_slow() -> None:
+    run = central(participation=0.2, sampler="poisson", rounds=12, profile="lognormal:2")
+    assert max(len(record["asked"]) for record in run.history) > 1  # more than are wanted on average
+    assert all(record["participants"] == record["asked"] and not record["busy"] for record in run.history)
+
+
 def test_poisson_sampling_takes_each_client_by_itself() -> None:
     scene = Memory().scene(Plan(3, 16), 1, range(4000), np.ones(4000, dtype=np.int64), np.ones(4000))
     taken = [set(SAMPLERS["poisson"](dataclasses.replace(scene, round=t), 400)) for t in range(1, 21)]
@@ -282,6 +288,7 @@ REFUSED: list[tuple[fs.Method, dict[str, Any], str]] = [
     (fs.FedAvg(mean="uniform"), {"privacy_delta": 0.1, "clients": 20}, "privacy_delta = 0.1: should be below 1/20"),
     (fs.FedAvg(mean="uniform"), {"profile": "uniform", "mode": "fedbuff"}, "mode = 'fedbuff': should be 'sync'"),
     (fs.FedAvg(mean="uniform"), {"profile": "uniform", "over_select": 2.0}, "over_select = 2.0: should be 1.0"),
+    (fs.FedAvg(mean="uniform"), {"profile": "uniform", "deadline": 1.0}, "deadline = 1.0: should be 0.0"),
     (
         fs.FedAvg(mean="uniform"),
         {"privacy_budget": 1.0, "rounds": 9},

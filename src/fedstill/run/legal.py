@@ -88,7 +88,8 @@ def check_private_rounds(task: Task, training: Training, cohort: int) -> None:
             "privacy_delta", training.privacy_delta, f"below 1/{task.clients}, one by the number of clients"
         )
     why = f"{kind}: whether one client counts may not depend on another"
-    training.require_defaults(("mode", "over_select", "late", "minimum", "availability", "wait_free"), why)
+    names = ("mode", "deadline", "over_select", "late", "minimum", "availability", "wait_free")
+    training.require_defaults(names, why)
 
 
 def check_simulate(method: object, model: object, data: object, out: object, resume: object, progress: object) -> None:

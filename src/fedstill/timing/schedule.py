@@ -51,6 +51,10 @@ class Trigger:
         """Return how many clients are asked so that `goal` answer."""
         return math.ceil(self.over_select * goal - 1e-9)
 
+    def waits(self, goal: int, asked: int) -> int:
+        """Return how many replies a round waits for: without over-selection all, also of more than `goal` asked by chance."""
+        return goal if self.over_select > 1 else max(goal, asked)
+
     def fire(self, arrivals: Floats, goal: int, silent: bool = False) -> tuple[float, NDArray[np.intp]]:
         """Return when the round ends and the indices of the replies it takes. `silent`: some clients will never answer."""
         order = np.argsort(arrivals, kind="stable")[:goal]
@@ -187,7 +191,8 @@ class Schedule(Rounds):
         sent = dict(zip([r.client for r in answers], each(r.up for r in answers), strict=True))
         gone = sorted(set(asked) - set(sent) - set(refused))
         down, up = np.array(each(o.down for o in orders), float), np.array([sent.get(k, 0) for k in asked], float)
-        return task.round, asked, coordinator.per_round, self.epochs(coordinator.method, task), down, up, gone, refused
+        goal = self.trigger.waits(coordinator.per_round, len(asked))
+        return task.round, asked, goal, self.epochs(coordinator.method, task), down, up, gone, refused
 
     def epochs(self, method: Method, task: Task) -> tuple[float, float]:
         """Return the epochs that a round takes before its end: of the model that goes up, and of personal ones."""
@@ -323,6 +328,6 @@ def rehearse(
         scene = memory.scene(plan, t, schedule.available(t, everyone), clock.samples, clock.devices.availability)
         cohort = sorted(int(k) for k in sampler(scene, schedule.ask(goal)))
         gone = np.setdiff1d(cohort, schedule.workers(t, cohort)).tolist()
-        outcome = schedule.close(t, cohort, goal, epochs, down, up, gone)
+        outcome = schedule.close(t, cohort, schedule.trigger.waits(goal, len(cohort)), epochs, down, up, gone)
         memory.take({"asked": cohort})
         yield outcome
