@@ -59,17 +59,23 @@ def test_from_nothing_to_a_run_and_a_revocation(here: Path, capsys: Any) -> None
     assert "at work: fedstill hub start" in said(capsys, "hub", "run", "pfedsd", "--folder", "hub", status=2)
     assert "listens on 127.0.0.1" in said(capsys, "hub", "start", "--folder", "hub")
     assert "not at work yet" in said(capsys, "hub", "start", "--folder", "hub", status=2)
-    started = said(capsys, "site", "start", "--folder", "one", "--data", "ours.npz", "--monitor", "memory>0")
+    started = said(capsys, "site", "start", "--folder", "one", "--data", "ours.npz", "--monitor", "memory>0", "--audit")
     assert "at work with 40 training and 20 test samples" in started
     canary = said(capsys, "hub", "canary", "pfedsd", "--folder", "hub")
     assert re.search(r"clinic-one +40 +3 +6 .* s\n", canary)
     assert "all sites are ready" in canary
-    out = said(capsys, "hub", "run", "pfedsd", "--folder", "hub", "--rounds", "2", "--name", "first")
+    out = said(capsys, "hub", "run", "pfedsd", "--folder", "hub", "--rounds", "2", "--name", "first", "--audit")
     assert "round 2/2: personal" in out
     assert (here / "hub" / "runs" / "first" / "run" / "metrics.jsonl").exists()
     time.sleep(1.5)  # the hub writes its status every second
     assert re.search(r"clinic-one +here", said(capsys, "hub", "status", "--folder", "hub"))
     assert "personal.safetensors" in said(capsys, "site", "status", "--folder", "one")
+    assert "as they were, to the bit" in said(capsys, "hub", "audit", "first", "--folder", "hub")
+    assert said(capsys, "site", "audit", "--folder", "one").count("to the bit") == 2  # the canary's run, too
+    (upload,) = (here / "hub" / "runs" / "first" / "run" / "audit" / "replies").glob("000002-*-train-*")
+    upload.write_bytes(upload.read_bytes()[:-1] + b"x")
+    wrong = said(capsys, "hub", "audit", "first", "--folder", "hub", status=1)
+    assert "the kept train reply of site 'clinic-one' in round 2 was changed" in wrong
     said(capsys, "hub", "revoke", "clinic-one", "--folder", "hub")
     assert "revoked" in said(capsys, "hub", "status", "--folder", "hub")
     assert "approved sites" in said(capsys, "hub", "run", "pfedsd", "--folder", "hub", status=2)  # none is left

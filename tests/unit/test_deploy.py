@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import fedstill as fs
 from fedstill.core import tree
 from fedstill.core.errors import InputError, TrainingError
 from fedstill.data import Federation
+from fedstill.deploy import audit
 from fedstill.deploy import hub as hubs
 from fedstill.deploy.data import Own, skeleton
 from fedstill.deploy.site import Station, Unreachable, attend
@@ -70,7 +72,7 @@ class Party:
 
     def start(self, name: str) -> None:
         own = Own(self.federation.clients[NAMES.index(name)], self.federation.classes)
-        station = OneAtATime(self.folder / name, own, device="cpu", monitor=self.monitors.get(name))
+        station = OneAtATime(self.folder / name, own, device="cpu", monitor=self.monitors.get(name), audit=True)
 
         def talk(header: Any, body: bytes) -> Any:
             if name in self.cut:
@@ -89,7 +91,7 @@ class Party:
 
     def run(self, method: Any, out: str = "run", **changed: Any) -> fs.Run:
         assert not self.desk.wait_for(NAMES, 20)
-        more = {name: changed.pop(name) for name in ("deadline", "progress") if name in changed}
+        more = {name: changed.pop(name) for name in ("deadline", "progress", "audit") if name in changed}
         experiment = Experiment(method=method, **{**HELD, **changed})
         return hubs.run(self.desk, experiment, NAMES, self.folder / out, **more)
 
@@ -367,3 +369,63 @@ def test_sites_that_do_not_fit_are_named(field: str, value: object, named: str, 
 def test_what_needs_simulation_is_refused(name: str, value: object) -> None:
     with pytest.raises(InputError, match=name):
         hubs.check(Experiment(method=METHODS["pfedsd"](), **{**HELD, name: value}))
+
+
+# ---- audit -----------------------------------------------------------------------------------------------------------
+def tampered(file: Path, at: float = 0.5) -> None:
+    data = bytearray(file.read_bytes())
+    data[int(at * len(data))] ^= 1
+    file.write_bytes(data)
+
+
+def copies(folder: Path, to: Path) -> Path:
+    shutil.copytree(folder, to)
+    return to
+
+
+@pytest.mark.parametrize("method", ["pfedsd", "scaffold"])
+def test_an_audit_merges_and_trains_again_to_the_same_bits_and_names_what_was_changed(
+    method: str, party: Party
+) -> None:
+    desk = party.desk
+    party.desk = Dying(hold=0.2)
+    party.desk.when = "train", 2, "b"
+    with pytest.raises(TrainingError, match="killed"):
+        party.run(METHODS[method](), audit=True)
+    party.desk = desk  # the next hub: the second round is made twice
+    party.run(METHODS[method](), audit=True)
+    run = party.folder / "run"
+    assert audit.of_hub(run) == []
+    sites = {name: next((party.folder / name).glob("*")) for name in NAMES}
+    own = {name: Own(party.federation.clients[k], 4) for k, name in enumerate(NAMES)}
+    for name, folder in sites.items():
+        assert audit.of_site(folder, own[name]) == []
+    kept = {e["id"] for e in audit.read(run / "audit" / "log.jsonl")[0] if e["what"] == "reply" and e["site"] == "a"}
+    assert kept <= {e["order"] for e in audit.read(sites["a"] / "audit" / "log.jsonl")[0] if e["what"] == "reply"}
+    cases = {
+        "audit/log.jsonl": "log.jsonl",
+        "audit/replies/000002-0002-train-b.bin": "train reply of site 'b' in round 2 was changed",
+        "metrics.jsonl": "record of round 2 was changed",
+        "checkpoints/round-000003.safetensors": "merged model of round 3 is damaged",
+    }
+    for number, (file, words) in enumerate(cases.items()):
+        other = copies(run, party.folder / f"case-{number}")
+        if file == "metrics.jsonl":
+            (other / file).write_text((other / file).read_text().replace('"round": 2', '"round": 2, "x": 1'))
+        else:
+            tampered(other / file)
+        (wrong, *_) = audit.of_hub(other)
+        assert words in wrong, (file, wrong)
+    # a model that is whole, its checksums too, and not what the uploads give: another run's
+    party.run(METHODS[method](), out="other", seed=7)
+    other = copies(run, party.folder / "swapped")
+    shutil.rmtree(other / "checkpoints")
+    shutil.copytree(party.folder / "other" / "checkpoints", other / "checkpoints")
+    assert audit.of_hub(other)
+    other = copies(sites["a"], party.folder / "case-site")
+    assert "is not what the site's data and the order give" in audit.of_site(other, own["b"])[0]
+    tampered(next((other / "audit" / "orders").glob("*")))
+    assert "order of round" in audit.of_site(other, own["a"])[0]
+    lines = (sites["a"] / "audit" / "log.jsonl").read_text().splitlines()
+    (other / "audit" / "log.jsonl").write_text("\n".join(lines[:2] + lines[3:]) + "\n")
+    assert "line 2 of log.jsonl was changed, or a line beside it left out" in audit.of_site(other, own["a"])[0]

@@ -10,7 +10,7 @@ from ..deploy.process import check_installed
 from ..methods import METHODS
 from ..run.experiment import Experiment
 from . import flags
-from .deployment import OPTIONS
+from .deployment import OPTIONS, SWITCHES
 from .screen import say
 
 HUB_WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -19,21 +19,23 @@ HUB_WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "start": ("start the hub, and go on with what it was at", ("foreground",)),
     "run": (
         "METHOD|FILE.toml: run an experiment with the sites",
-        ("name", "sites", "wait", "round_deadline"),
+        ("name", "sites", "wait", "round_deadline", "audit"),
     ),
     "canary": (
         "METHOD|FILE.toml: look at every site and make one round, before the real run",
         ("sites", "wait"),
     ),
     "status": ("show who is here, the round, and what was refused", ()),
+    "audit": ("RUN: check a run's log and records, and merge what was kept again", ()),
     "stop": ("stop the hub; nothing is lost", ()),
     "revoke": ("NAME: refuse a site from now on", ()),
 }
 SITE_WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "request": ("NAME: make a site with a key of its own, and a request for its hub", ("file",)),
     "join": ("KIT: take what the hub has approved", ()),
-    "start": ("start the site", ("data", "split", "site_device", "monitor", "foreground")),
+    "start": ("start the site", ("data", "split", "site_device", "monitor", "audit", "foreground")),
     "status": ("show whether the site is at work, and its models", ()),
+    "audit": ("check the site's logs, and train what was kept again", ()),
     "stop": ("stop the site; nothing is lost", ()),
 }
 
@@ -91,10 +93,8 @@ def _dispatch(
 
 
 def _option(parser: flags.Parser, group: argparse._ArgumentGroup, name: str) -> None:
-    if name == "foreground":
-        group.add_argument(
-            "--foreground", action="store_true", help="stay in this terminal, as a service manager wants it"
-        )
+    if name in SWITCHES:
+        group.add_argument(f"--{name}", action="store_true", help=SWITCHES[name])
         return
     flags.plain(parser, group, name, OPTIONS[name][1], OPTIONS[name][0], OPTIONS[name][1].partition(" [")[0])
 

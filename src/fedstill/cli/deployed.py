@@ -11,7 +11,7 @@ from .. import data as sources
 from ..core import files, reading
 from ..core.errors import InputError, Shown, TrainingError
 from ..data import Federation
-from ..deploy import demo, hub, jobs, process
+from ..deploy import audit, demo, hub, jobs, process
 from ..deploy.certificates import fingerprint, read
 from ..deploy.data import Own
 from ..deploy.folders import Hub, Site
@@ -20,7 +20,7 @@ from ..methods import get
 from ..run import simulation
 from ..run.experiment import Experiment
 from . import flags, train
-from .deployment import HUB, OPTIONS, PORT, SITE, START
+from .deployment import HUB, OPTIONS, PORT, SITE, START, SWITCHES
 from .job import plan
 from .screen import say
 
@@ -66,7 +66,7 @@ def _asked(given: Mapping[str, Any], words: Sequence[str]) -> tuple[Hub, Experim
     (what,) = _words(words, "METHOD|FILE.toml")
     made = Hub.at(_folder(given, HUB))
     base = train._base(what)
-    own = {name: value for name, value in given.items() if name not in OPTIONS}
+    own = {name: value for name, value in given.items() if name not in OPTIONS and name not in SWITCHES}
     with flags.named(own):
         experiment = plan([base.method], base, own, "run").first
     hub.check(experiment)
@@ -81,7 +81,13 @@ def _hub_run(given: Mapping[str, Any], words: Sequence[str]) -> None:
     deadline = _seconds({} if auto else given, "round_deadline", 0.0)
     wait, names = _seconds(given, "wait", 120.0), sorted(sites)
     folder = jobs.submit(
-        made, experiment, sites, name=given.get("name", ""), deadline="auto" if auto else deadline, wait=wait
+        made,
+        experiment,
+        sites,
+        name=given.get("name", ""),
+        deadline="auto" if auto else deadline,
+        wait=wait,
+        audit="audit" in given,
     )
     say(f"{folder.name}: {experiment.method.id} with {', '.join(names)}; to stop watching press Ctrl-C, it goes on")
     for record in jobs.follow(folder, lambda: bool(process.running(made.folder))):
@@ -135,6 +141,14 @@ def _hub_status(given: Mapping[str, Any], words: Sequence[str]) -> None:
         say(f"  refused: {refused['site']}: {refused['reason']}")
 
 
+def _hub_audit(given: Mapping[str, Any], words: Sequence[str]) -> None:
+    (name,) = _words(words, "RUN")
+    run = Hub.at(_folder(given, HUB)).folder / "runs" / name / jobs.RUN
+    if not (run / hub.DEPLOYMENT).exists():
+        raise InputError("run", name, f"one of the folders in {run.parents[1]}")
+    _report(f"run {name}: log, records, uploads and merged models", audit.of_hub(run))
+
+
 def _hub_stop(given: Mapping[str, Any], words: Sequence[str]) -> None:
     made = Hub.at(_folder(given, HUB))
     say(f"hub {made.name} {'is stopped' if process.stop(made.folder) else 'was not at work'}")
@@ -171,9 +185,8 @@ def _site_start(given: Mapping[str, Any], words: Sequence[str]) -> None:
     process.check_installed()
     if "data" in given:
         path = str(Path(given["data"]).absolute())
-        settings = Settings(
-            path, given.get("split", "80/20"), given.get("site_device", "auto"), given.get("monitor", "")
-        )
+        device, split = given.get("site_device", "auto"), given.get("split", "80/20")
+        settings = Settings(path, split, device, given.get("monitor", ""), "audit" in given)
     elif (site.folder / "settings.json").exists():
         settings = Settings.read(site.folder)
     else:
@@ -199,6 +212,21 @@ def _site_status(given: Mapping[str, Any], words: Sequence[str]) -> None:
         say(f"  its model: {model}")
 
 
+def _site_audit(given: Mapping[str, Any], words: Sequence[str]) -> None:
+    site = Site.at(_folder(given, SITE))
+    settings = Settings.read(site.folder)
+    own = Own.read(settings.data, settings.split)
+    for run in sorted((site.folder / "runs").glob("*")):
+        _report(f"run {run.name}: log, orders and replies", audit.of_site(run, own, settings.device))
+
+
+def _report(what: str, wrong: Sequence[str]) -> None:
+    """Say that all is as it was, or raise what is not."""
+    if wrong:
+        raise TrainingError(f"{what.partition(':')[0]}: {'; '.join(wrong)}")
+    say(f"{what} are as they were, to the bit")
+
+
 def _site_stop(given: Mapping[str, Any], words: Sequence[str]) -> None:
     site = Site.at(_folder(given, SITE))
     say(f"site {site.name} {'is stopped' if process.stop(site.folder) else 'was not at work'}")
@@ -211,12 +239,14 @@ ACTIONS: dict[tuple[str, str], Action] = {
     ("hub", "run"): _hub_run,
     ("hub", "canary"): _hub_canary,
     ("hub", "status"): _hub_status,
+    ("hub", "audit"): _hub_audit,
     ("hub", "stop"): _hub_stop,
     ("hub", "revoke"): _hub_revoke,
     ("site", "request"): _site_request,
     ("site", "join"): _site_join,
     ("site", "start"): _site_start,
     ("site", "status"): _site_status,
+    ("site", "audit"): _site_audit,
     ("site", "stop"): _site_stop,
 }
 

@@ -21,3 +21,7 @@ OPTIONS = {  # by flag: its value's name, and its help
         "[default 0: wait for all]",
     ),
 }
+SWITCHES = {
+    "foreground": "stay in this terminal, as a service manager wants it",
+    "audit": "keep all replies (at a site: all orders), so that rounds can be done again: a model for each client and round",
+}

@@ -108,7 +108,8 @@ class SitePart(FLComponent):  # type: ignore[misc]
             def log(line: str) -> None:
                 print(line, flush=True)
 
-            station = Station(self.site.folder / "runs", own, device=settings.device, monitor=monitor, log=log)
+            runs, device = self.site.folder / "runs", settings.device
+            station = Station(runs, own, device=device, monitor=monitor, log=log, audit=settings.audit)
 
             def talk(header: Any, body: bytes) -> tuple[dict[str, Any], bytes]:
                 reply = cell.send_request(

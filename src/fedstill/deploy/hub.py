@@ -26,7 +26,9 @@ from ..run.journal import Journal
 from ..run.prepare import Simulation
 from ..run.result import Run
 from ..server.coordinator import Record
+from ..transport.messages import Order
 from ..transport.sites import Sites
+from .chain import AUDIT, LOG, Chain, digest, read, record_digest, reply_file
 from .data import problems, skeleton
 
 DEPLOYMENT = (
@@ -155,9 +157,16 @@ class Desk:
 class Deployment:
     """Makes the transport of one run whose clients are sites (`run/session.Elsewhere`)."""
 
-    def __init__(self, desk: Desk, names: Sequence[str], folder: Path, deadline: float | None = None) -> None:
-        """Run in `folder` with the sites `names`; a round waits for `deadline` seconds, None: for all sites."""
-        self.desk, self.names, self.folder, self.deadline = desk, tuple(names), folder, deadline
+    def __init__(
+        self, desk: Desk, names: Sequence[str], folder: Path, deadline: float | None = None, audit: bool = False
+    ) -> None:
+        """Run in `folder` with the sites `names`; a round waits for `deadline` seconds, None: for all sites.
+
+        With `audit` all replies are kept, so that the run can be merged again.
+        """
+        self.desk, self.names, self.folder, self.deadline, self.audit = desk, tuple(names), folder, deadline, audit
+        self._chain: Chain | None = None
+        self._attempt = 0
 
     def share(self, clients: int) -> frozenset[int]:
         """Return the clients that the hub holds: none."""
@@ -168,9 +177,11 @@ class Deployment:
         (sim,) = simulations
         assert sim.experiment is not None
         largest = sum(leaf.nbytes for _, leaf in tree.leaves(sim.initial))
-        sites = Sites(self.names, limit=8 * largest + SLACK, patience=self.deadline, refused=self.desk.refuse)
+        begun = self._begin()
+        limit = 8 * largest + SLACK
+        sites = Sites(self.names, limit=limit, patience=self.deadline, refused=self.desk.refuse, noted=self._note)
         about = {"experiment": sim.experiment.to_toml(), "clients": len(self.names), "classes": self._classes}
-        self.desk.open(sites, {**self._begin(), **about})
+        self.desk.open(sites, {**begun, **about})
         return sites
 
     def federation(self) -> Federation:
@@ -189,11 +200,50 @@ class Deployment:
                 right = f"{', '.join(about['sites'])}, as when the run began"
                 raise InputError("sites", Shown(", ".join(self.names)), right)
         else:
-            about = {"run": secrets.token_hex(8), "sites": list(self.names), "attempt": 0}
+            abouts = [self.desk.known[name].about for name in self.names]
+            about = {"run": secrets.token_hex(8), "sites": list(self.names), "attempt": 0, "abouts": abouts}
         about["attempt"] += 1
         files.write(file, (json.dumps(about, indent=2) + "\n").encode())
-        checkpoint = Journal(self.folder).load(torch.device("cpu"))
-        return {"run": about["run"], "attempt": about["attempt"], "round": checkpoint.round if checkpoint else 0}
+        journal, self._attempt = Journal(self.folder), int(about["attempt"])
+        checkpoint = journal.load(torch.device("cpu"))
+        round = checkpoint.round if checkpoint else 0
+        self._begin_log(journal.history()[:round])
+        return {"run": about["run"], "attempt": about["attempt"], "round": round}
+
+    # ---- the log -----------------------------------------------------------------------------------------------------
+    def _begin_log(self, history: Sequence[Record]) -> None:
+        """Go on with the log; a round that was kept before a kill, and not logged any more, is logged now."""
+        path = self.folder / AUDIT / LOG
+        entries, _ = read(path) if path.exists() else ([], [])
+        self._chain = Chain(path)
+        logged = {entry["round"] for entry in entries if entry["what"] == "round"}
+        for record in history:
+            if record["round"] not in logged:
+                self._chain.add("round", round=record["round"], attempt=self._attempt - 1, record=record_digest(record))
+        self._chain.add("attempt", durable=True, attempt=self._attempt, after=len(history), version=__version__)
+
+    def _note(self, what: str, site: str, order: Order, data: bytes) -> None:
+        """Log an order or a reply."""
+        assert self._chain is not None
+        fields: dict[str, Any] = {
+            "site": site,
+            "kind": order.kind,
+            "round": order.round,
+            "id": order.id,
+            "attempt": self._attempt,
+        }
+        if what == "reply" and self.audit:
+            file = reply_file(self.folder / AUDIT, self._attempt, order.round, order.kind, site)
+            files.make_folder(file.parent)
+            file.write_bytes(data)
+        self._chain.add(what, **fields, digest=digest(data))
+
+    def over(self, record: Record) -> None:
+        """Log a round that is over."""
+        assert self._chain is not None
+        self._chain.add(
+            "round", durable=True, round=record["round"], attempt=self._attempt, record=record_digest(record)
+        )
 
 
 def check(experiment: Experiment) -> Experiment:
@@ -222,22 +272,29 @@ def run(
     deadline: float | None = None,
     progress: Progress | None = None,
     rounds: int | None = None,
+    audit: bool = False,
 ) -> Run:
     """Run an experiment with these sites, all of which have told of themselves.
 
     A folder that holds it is continued, with `rounds` to that many.
     """
     experiment = check(experiment)
-    deployment = Deployment(desk, names, folder, deadline)
+    deployment = Deployment(desk, names, folder, deadline, audit)
     federation = deployment.federation()
     journal = Journal(folder)
+
+    def over(record: Record) -> None:
+        deployment.over(record)
+        if progress is not None:
+            progress(record)
+
     try:
         if journal.begun:
             start = simulation.continued(
-                folder, rounds=rounds, federation=federation, progress=progress, transport=deployment
+                folder, rounds=rounds, federation=federation, progress=over, transport=deployment
             )
             return simulation.finish(start, deployment)
-        return simulation.run(experiment, out=folder, federation=federation, progress=progress, transport=deployment)
+        return simulation.run(experiment, out=folder, federation=federation, progress=over, transport=deployment)
     finally:
         desk.close()
 

@@ -32,6 +32,7 @@ def submit(
     name: str = "",
     deadline: float | Literal["auto"] = 0.0,
     canary: bool = False,
+    audit: bool = False,
     wait: float = 120.0,
 ) -> Path:
     """Hand a run in to a hub; return its folder."""
@@ -48,7 +49,7 @@ def submit(
     if folder.exists() or not name.replace("-", "").replace("_", "").isalnum():
         raise InputError("name", name, "letters, digits and -, new among the hub's runs")
     files.write(folder / EXPERIMENT, experiment.to_toml().encode())
-    job = {"sites": sorted(sites), "deadline": deadline, "wait": wait, "canary": canary}
+    job = {"sites": sorted(sites), "deadline": deadline, "wait": wait, "canary": canary, "audit": audit}
     files.write(folder / JOB, (json.dumps(job, indent=2) + "\n").encode())  # last: from now on it is run
     return folder
 

@@ -98,7 +98,8 @@ class Office:
         deadline = (
             self._auto(folder, experiment, names) if job["deadline"] == "auto" else float(job["deadline"]) or None
         )
-        run = hubs.run(self.desk, experiment, names, folder / RUN, deadline=deadline, progress=progress)
+        audit = bool(job.get("audit"))
+        run = hubs.run(self.desk, experiment, names, folder / RUN, deadline=deadline, progress=progress, audit=audit)
         never = hubs.roster(run.history, names)
         if never:
             return {"ok": False, "why": f"the run is over, but these sites never counted: {', '.join(never)}"}

@@ -43,6 +43,7 @@ class Settings:
     split: str = "80/20"
     device: str = "auto"
     monitor: str = ""
+    audit: bool = False
 
     def policy(self) -> Policy | None:
         """Return the policy that `monitor` describes: conditions such as battery>20 and load<0.8; None without any."""

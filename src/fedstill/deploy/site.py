@@ -35,12 +35,14 @@ from ..run.prepare import from_experiment
 from ..run.session import edge_of
 from ..transport import wire
 from ..transport.messages import Order, Reply
+from .chain import AUDIT, LOG, ORDERS, Chain, digest, read
 from .data import Own
 
 MAGIC = b"fedstill-state-1"
 KEEP = 2  # rounds, as many as the hub keeps checkpoints
 WORKING = ("train", "begin", "idle")  # orders that change what is kept
 Log = Callable[[str], None]
+OPENING = ("run", "attempt", "round", "client", "clients", "classes", "experiment")  # what the hub says of a run
 Kept: TypeAlias = tuple[dict[str, Any], bytes, bytes]  # what a file says of itself, the client's state, the last reply
 Talk: TypeAlias = Callable[[Mapping[str, Any], bytes], tuple[dict[str, Any], bytes]]
 """Sends the hub a message, a header and bytes, and returns its answer; raises `Unreachable`."""
@@ -62,8 +64,13 @@ class Station:
         device: str = "auto",
         monitor: Monitor | None = None,
         log: Log = lambda line: None,
+        audit: bool = False,
     ) -> None:
-        """Keep everything under `folder`; train on `device` whatever the hub's experiment says."""
+        """Keep everything under `folder`; train on `device` whatever the hub's experiment says.
+
+        With `audit` all orders are kept, so that every round can be done again.
+        """
+        self.audit = audit
         self.folder, self.own, self.device, self.monitor, self.log = folder, own, device, monitor, log
         self.key: tuple[str, int] | None = (
             None  # of the run that is open: its id, and which of the hub's attempts at it
@@ -83,10 +90,15 @@ class Station:
         sim, _ = from_experiment(experiment, federation)
         sim = dataclasses.replace(sim, trainer=sim.trainer.over(sim.trainer.bench, together=1))
         self._sim, self._client = sim, client
+        audit = self.folder / run / AUDIT
+        entries, _ = read(audit / LOG) if (audit / LOG).exists() else ([], [])
+        self._logged = next((entry["order"] for entry in reversed(entries) if entry["what"] == "reply"), 0)
+        self._chain = Chain(audit / LOG)
+        self._chain.add("open", about={name: about[name] for name in OPENING})
         self._run, self.key, self._last = self.folder / run, (run, attempt), (0, b"")
         files.make_folder(self._run)
         self._reset()
-        kept = _read(self._run / "state.bin")
+        kept = _unseal(self._run / "state.bin")
         if kept is not None and kept[0]["attempt"] == attempt:
             self._put(kept[1])
             self._last = int(kept[0]["order"]), kept[2]
@@ -97,8 +109,22 @@ class Station:
     def handle(self, data: bytes) -> bytes:
         """Carry out an order, once, and return the reply."""
         order = wire.decode(data, Order)
-        if order.id == self._last[0]:
-            return self._last[1]
+        answer = self._last[1] if order.id == self._last[0] else self._carry_out(order)
+        if order.id != self._logged:
+            self._note(order, data, answer)
+        return answer
+
+    def _note(self, order: Order, data: bytes, answer: bytes) -> None:
+        """Log an order and the reply, before it leaves."""
+        if self.audit:
+            files.write(self._run / AUDIT / ORDERS / f"{order.id}.bin", data)
+        about = {"kind": order.kind, "round": order.round, "order": order.id}
+        refused = bool(wire.decode(answer, Reply).refusal)
+        self._chain.add("reply", **about, refused=refused, asked=digest(data), digest=digest(answer), durable=True)
+        self._logged = order.id
+
+    def _carry_out(self, order: Order) -> bytes:
+        """Carry out an order that has not come before."""
         if order.client != self._client or order.run:
             return _refuse(order, "the order is to another client")
         if order.kind == "restore":
@@ -159,18 +185,18 @@ class Station:
 
         A site that was away when that round was kept has nothing of its name: what it had last is as old, or older.
         """
-        named = _read(self._run / f"round-{round:06d}.bin")
+        named = _unseal(self._run / f"round-{round:06d}.bin")
         if named is None and kept is not None and int(kept[0]["round"]) <= round:
             named = kept
         for file in sorted(self._run.glob("round-*.bin"), reverse=True):
             if named is None and int(file.stem.removeprefix("round-")) < round:
-                named = _read(file)
+                named = _unseal(file)
         if named is not None:
             self._put(named[1])
 
     def _restore(self, order: Order) -> bytes:
         """Go back to what was kept at the end of a round."""
-        kept = _read(self._run / f"round-{order.round:06d}.bin")
+        kept = _unseal(self._run / f"round-{order.round:06d}.bin")
         if kept is None:
             return _refuse(order, f"what it kept of round {order.round} is not there any more, or damaged")
         for later in self._run.glob("round-*.bin"):
@@ -253,7 +279,7 @@ def _write(path: Path, about: Mapping[str, Any], state: bytes, reply: bytes) -> 
     files.write(path, MAGIC + hashlib.sha256(body).digest() + body)
 
 
-def _read(path: Path) -> Kept | None:
+def _unseal(path: Path) -> Kept | None:
     """Return what `_write` wrote; None where there is nothing, or not all of it as it was."""
     try:
         data = path.read_bytes()

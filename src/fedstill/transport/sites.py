@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..core.errors import TrainingError, first_line
@@ -41,16 +41,18 @@ class Sites:
         limit: int,
         patience: float | None = None,
         refused: Callable[[str, str], None] = lambda site, reason: None,
-        seen: Mapping[str, float] | None = None,
+        noted: Callable[[str, str, Order, bytes], None] = lambda what, site, order, data: None,
     ) -> None:
-        """Take replies of at most `limit` bytes. `refused` is told of every message that is not taken.
+        """Take replies of at most `limit` bytes. `refused` is told of every message that is not taken, `noted` of every
+        order that goes out and every reply that is taken, with its bytes.
 
         `patience` is for how many seconds anything is waited for; None: until all have answered.
         """
         self.names, self.limit, self.patience, self._refused = tuple(names), limit, patience, refused
         self.seconds = 0.0
         self._client = {name: k for k, name in enumerate(self.names)}
-        self.boxes = {name: Box(seen=(seen or {}).get(name, 0.0)) for name in self.names}
+        self.boxes = {name: Box() for name in self.names}
+        self._noted = noted
         self._arrived: deque[Reply] = deque()
         self._changed = threading.Condition()
         self._closed = ""
@@ -63,6 +65,7 @@ class Sites:
         self.seconds += time.perf_counter() - began
         with self._changed:
             for order, data in packed:
+                self._noted("order", self.names[order.client], order, data)
                 self.boxes[self.names[order.client]].orders[order.id] = order, data
             self._changed.notify_all()
 
@@ -134,6 +137,7 @@ class Sites:
                 return self._fail(site, "its reply is not to its own order", order)
             del box.orders[order.id]
             box.answered.append(order.id)
+            self._noted("reply", site, order, data)
             seconds = time.monotonic() - box.begun.pop(order.id, time.monotonic())
             if order.kind == "train":
                 box.took = seconds
