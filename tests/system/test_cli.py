@@ -175,6 +175,32 @@ def test_the_demo_replaces_only_a_demo(capsys) -> None:
     assert "an earlier demo" in refused(capsys, "demo", *TINY, "--out", "other")
 
 
+def test_a_demo_that_was_killed_at_any_point_can_be_given_again_or_resumed(capsys, monkeypatch) -> None:
+    Path("fedstill-demo").mkdir()
+    Path("fedstill-demo/.lock").touch()  # killed before it had begun
+    assert main(["demo", *TINY, "--rounds", "1"]) == 0
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    removal = shutil.rmtree  # killed while the earlier one is removed: its summary is still there
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda path: killed(path) if Path(path).name == "fedstill-demo" else removal(path)
+    )
+    main(["demo", *TINY, "--rounds", "1"])
+    assert not Path("fedstill-demo/local").exists()
+    monkeypatch.undo()
+    assert main(["demo", *TINY, "--rounds", "1"]) == 0
+    for path in Path("fedstill-demo").iterdir():  # killed between the two files that say what it is
+        if path.name != "job.json":
+            removal(path) if path.is_dir() else path.unlink()
+    Path("fedstill-demo/.lock").touch()
+    capsys.readouterr()
+    assert "'fedstill resume fedstill-demo' goes on" in refused(capsys, "demo", *TINY)
+    assert main(["resume", "fedstill-demo"]) == 0
+    assert len(metrics("fedstill-demo/local")) == 1
+
+
 def test_a_demo_with_bad_input_leaves_the_earlier_one(capsys) -> None:
     assert main(["demo", *TINY]) == 0
     capsys.readouterr()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -97,6 +98,12 @@ def text(name: str, old: str, new: str, count: int = 1) -> Callable[[Path], obje
         (folder / name).write_text(before.replace(old, new, count))
 
     return damage
+
+
+def pipe(file: Path) -> None:
+    """Put a pipe in the place of a file: who opens it waits for ever."""
+    file.unlink()
+    os.mkfifo(file)
 
 
 def outside(index: dict) -> None:
@@ -219,6 +226,7 @@ def test_records_that_are_damaged_after_a_checkpoint(damage, says, folder: Path,
         (lines(list.clear), "no record of its round"),
         (lines(list.clear, "timeline.jsonl"), "the records up to its round are not those"),
         (lambda folder: (folder / "metrics.jsonl").write_bytes(b"\xff\n{}\n"), "line 1 of metrics.jsonl is damaged"),
+        (lambda folder: pipe(folder / "metrics.jsonl"), "metrics.jsonl cannot be read (it should be a regular file"),
         (lambda folder: shutil.rmtree(folder / "checkpoints"), "it has 5 records and no checkpoint"),
         (lambda folder: [truncated(f"{name}.json", 5)(folder) for name in (NEWEST, BEFORE)], "round-000002.json: it"),
     ],
@@ -239,7 +247,8 @@ def test_a_folder_without_anything_to_go_on_from_is_refused(damage, says: str, f
         (lambda folder: (folder / "experiment.toml").write_bytes(b"\xff["), "experiment.toml has been changed"),
         (text("partition.json", '"hash": "', '"hash": "0'), "partition.json has been changed"),
         (lambda folder: (folder / "partition.json").write_text("[" * 100_000), "partition.json has been changed"),
-        (lambda folder: (folder / "partition.json").unlink(), "partition.json cannot be read"),
+        (lambda folder: (folder / "partition.json").unlink(), "partition.json: it should be a file that exists"),
+        (lambda folder: pipe(folder / "partition.json"), "partition.json: it should be a regular file"),
         (text("environment.json", '"after": 0', '"after": 1'), "environment.json: its checksum is wrong"),
         (truncated("environment.json", 3), "of an unknown version"),
     ],

@@ -16,7 +16,7 @@ from ..report import figures
 from ..report.summary import is_summary, summary
 from ..report.text import Facts
 from ..run.experiment import Experiment
-from ..run.lock import LOCK
+from ..run.lock import LOCK, is_free
 from ..run.result import Run
 
 SUMMARY, FIGURE, RUN = "summary.json", "figure.png", "experiment.toml"
@@ -29,8 +29,11 @@ FILES = (  # what a run writes into its folder
 
 
 def is_demo(out: Path) -> bool:
-    """Return whether this folder is an earlier demo, which may be replaced; refuse a folder with any other contents."""
-    if not out.is_dir() or not any(out.iterdir()):
+    """Return whether this folder is an earlier demo, which may be replaced; refuse a folder with any other contents.
+
+    What a demo leaves that was stopped before it had begun is none, and may be run into.
+    """
+    if not out.is_dir() or is_free(out):
         return False
     try:
         record: Any = read_json(out / SUMMARY)
@@ -43,6 +46,8 @@ def is_demo(out: Path) -> bool:
     )
     if foreign or not made or out.is_symlink():
         reason = "this is a link" if out.is_symlink() else f"{foreign[0]} is not part of one" if made else "it is none"
+        if not made and (out / "job.json").is_file():
+            reason = f"'fedstill resume {out}' goes on with what it holds"
         raise InputError("out", str(out), f"a folder that is new, empty, or an earlier demo ({reason})")
     return True
 
@@ -71,7 +76,10 @@ def _match(name: str, pattern: str) -> bool:
 
 
 def remove(out: Path) -> None:
-    """Remove an earlier demo (see `is_demo`)."""
+    """Remove an earlier demo (see `is_demo`). The summary, which says that it is one, goes last: a kill leaves a demo."""
+    for entry in out.iterdir():
+        if entry.name != SUMMARY:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     shutil.rmtree(out)
 
 

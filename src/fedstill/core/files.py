@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .reading import Missing, Unreadable, read_json
+from .reading import Missing, Unreadable, open_regular, read_json
 
 PART = ".part"  # ends the name of a file that is being written
 SEAL = "sha256"  # the checksum's name in a sealed file
@@ -103,9 +103,12 @@ def digest(data: bytes) -> str:
 
 
 def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file, of which little is in memory at once."""
-    with path.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+    """Return the SHA-256 of a file, of which little is in memory at once; raise `Damaged` where it is no regular file."""
+    try:
+        with open_regular(path) as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+    except Unreadable as error:
+        raise Damaged(f"it should be {error}") from None
 
 
 def _checksum(record: Mapping[str, Any]) -> str:

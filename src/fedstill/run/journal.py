@@ -31,7 +31,7 @@ import torch
 from ..core import files
 from ..core.errors import InputError
 from ..core.files import Damaged, write
-from ..core.reading import Unreadable, field, parse_json, read_json
+from ..core.reading import Missing, Unreadable, field, open_regular, parse_json, read_json
 from ..core.tree import Tree
 from ..core.version import __version__
 from ..engine.stage import say
@@ -58,9 +58,12 @@ class Lines:
     def read(cls, path: Path, every: bool = True) -> Lines:
         """Return the records of a file; none where it does not exist. Without `every`, rounds may be left out."""
         try:
-            raw = path.read_bytes()
-        except FileNotFoundError:
+            with open_regular(path) as file:
+                raw = file.read()
+        except Missing:
             return cls()
+        except Unreadable as error:
+            return cls(problem=f"{path.name} cannot be read (it should be {error})")
         except OSError as error:
             return cls(problem=f"{path.name} cannot be read ({error.strerror})")
         records: list[dict[str, Any]] = []

@@ -105,16 +105,21 @@ def _forget() -> None:
 
 def check_free(folder: Path, resume: bool = False) -> None:
     """Refuse a folder that holds something, unless that is what a run leaves that was stopped before it had begun."""
-    if not folder.exists():
-        return
-    names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else {""}
-    others = {name.removesuffix(files.PART) for name in names} - {LOCK, *BEGINNING, *MARKS}
-    results = not names.isdisjoint(MARKS) or any(folder.glob(f"{CHECKPOINTS}/*"))
-    if names and (LOCK not in names or others or results):
+    if not is_free(folder):
         right = "a folder that is new or empty ('fedstill resume FOLDER' continues a run)"
         if resume:
             right = f"one with its {MARKS[0]}, which is gone; delete it to have it run again from round 1"
         raise InputError("folder" if resume else "out", str(folder), right)
+
+
+def is_free(folder: Path) -> bool:
+    """Return whether a folder holds nothing but what such a run leaves."""
+    if not folder.exists():
+        return True
+    names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else {""}
+    others = {name.removesuffix(files.PART) for name in names} - {LOCK, *BEGINNING, *MARKS}
+    results = not names.isdisjoint(MARKS) or any(folder.glob(f"{CHECKPOINTS}/*"))
+    return not names or (LOCK in names and not others and not results)
 
 
 if hasattr(os, "register_at_fork"):
