@@ -49,11 +49,11 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def refused(folder: Path, says: str, capsys) -> None:
+def refused(folder: Path, says: str, capsys, *flags: str) -> None:
     """The folder cannot be resumed: one line on stderr, exit status 2, and nothing is changed."""
     before = contents(folder)
     capsys.readouterr()
-    assert main(["resume", str(folder)]) == 2
+    assert main(["resume", str(folder), *flags]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert says in said, said
@@ -287,7 +287,12 @@ def test_more_rounds_are_recorded_and_a_kill_on_the_way_there_leaves_the_run_as_
     assert len(fs.resume(folder, rounds=7).history) == 7
     assert len(fs.resume(folder).history) == 7
     about = files.unseal(folder / "environment.json")
-    assert [entry["after"] for entry in about["experiments"]] == [0, 5, 5]
+    assert [entry["after"] for entry in about["experiments"]] == [0, 5]
+
+
+def test_a_folder_that_is_refused_keeps_its_settings(folder: Path, capsys) -> None:
+    shutil.rmtree(folder / "checkpoints")
+    refused(folder, "nothing was changed", capsys, "--rounds", "9")
 
 
 def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_again(tmp_path: Path, whole: fs.Run, capsys) -> None:

@@ -18,7 +18,8 @@ import stat
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any, TypeVar, overload
+from io import BufferedReader
+from typing import Any, TypeVar, overload
 
 T = TypeVar("T", int, float, str, bool, list[Any], dict[str, Any])
 D = TypeVar("D")
@@ -62,7 +63,7 @@ class Missing(Unreadable):
 
 
 @contextmanager
-def open_regular(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+def open_regular(path: str | os.PathLike[str]) -> Iterator[BufferedReader]:
     """Open a regular file to read its bytes; a pipe, a device or a folder is refused at once and never waited for.
 
     What goes wrong while it is read is left to the caller.

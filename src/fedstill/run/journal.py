@@ -250,7 +250,9 @@ class Journal:
     def amend(self, experiment: str, after: int) -> None:
         """Replace the run's settings by those with which it goes on after a round, and keep a record of that."""
         about = files.unseal(self.folder / ENVIRONMENT)
-        about["experiments"].append({"after": after, "sha256": files.digest(experiment.encode())})
+        entry = {"after": after, "sha256": files.digest(experiment.encode())}
+        if about["experiments"][-1] != entry:  # a kill may come before the second file
+            about["experiments"].append(entry)
         write(self.folder / ENVIRONMENT, files.seal(about, indent=2))
         write(self.folder / EXPERIMENT, experiment.encode())
 

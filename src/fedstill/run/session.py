@@ -70,6 +70,7 @@ class Start:
     checkpoint_every: int = 0  # 0: as often as costs little
     progress: Progress | None = None
     resume: bool = False  # continue after the journal's newest checkpoint
+    amended: str = ""  # the settings with which it goes on, where a flag has changed them
     callbacks: Sequence[Callback] = ()  # others that follow the run
 
 
@@ -264,6 +265,8 @@ def _resume(
         return
     if start.resume:
         sim.trainer.recall({**(checkpoint.choices if checkpoint else {}), **journal.choices()})
+        if start.amended:
+            journal.amend(start.amended, len(survey.metrics.records))
     if checkpoint is None:
         journal.rewind(survey, 0)
         return

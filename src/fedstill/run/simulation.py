@@ -162,12 +162,11 @@ def continued(
             wanted = complete(experiment, federation)
             check_same(held, wanted, journal.folder)
         journal.check_partition(partition_record(federation, wanted.profile))
-        if wanted.rounds != held.rounds:
-            done = len(journal.history())
-            if wanted.rounds < done:
-                raise InputError("rounds", wanted.rounds, f"at least {done}: so many are over")
-            journal.amend(wanted.to_toml(), done)
-    return Start(simulation, journal, wanted.checkpoint_every, progress, resume=True)
+        changed, done = wanted.rounds != held.rounds, len(journal.history())
+        if changed and wanted.rounds < done:
+            raise InputError("rounds", wanted.rounds, f"at least {done}: so many are over")
+    amended = wanted.to_toml() if changed else ""
+    return Start(simulation, journal, wanted.checkpoint_every, progress, resume=True, amended=amended)
 
 
 def check_same(held: Experiment, wanted: Experiment, folder: Path) -> None:
