@@ -138,6 +138,22 @@ def test_killed_hubs_and_sites_come_to_the_same_bits(party: demo.Party) -> None:
         )
 
 
+def test_a_site_that_hangs_is_missed_at_the_deadline_and_counts_again_later(party: demo.Party) -> None:
+    experiment = Experiment(method=METHODS["pfedsd"](), **{**HELD, "rounds": 6, "epochs": 40})
+    job, missing, stopped = jobs.submit(party.hub, experiment, NAMES, deadline=3.0), [], 0
+    for record in jobs.follow(job, lambda: True):
+        missing.append(record["missing"])
+        assert record["seconds"] < 3 * 3 + 5  # training, scores, state
+        if record["round"] == 1:
+            stopped = int((party.site("b") / keeper.PROCESS).read_text())
+            os.kill(stopped, signal.SIGSTOP)
+        elif stopped and missing[-1] == [1]:
+            os.kill(stopped, signal.SIGCONT)
+            stopped = 0
+    assert [1] in missing
+    assert missing[-1] == []
+
+
 # ---- who is not let in -------------------------------------------------------------------------------------------------
 def imposter(party: demo.Party, folder: Path, approved_by: Hub, name: str, claims: str) -> Path:
     """A site with a certificate of some hub for `name`, which knocks at the party's hub as `claims`."""

@@ -365,7 +365,10 @@ def test_sites_that_do_not_fit_are_named(field: str, value: object, named: str, 
         skeleton(NAMES, abouts)
 
 
-@pytest.mark.parametrize(("name", "value"), [("new", True), ("external", "digits"), ("profile", "uniform")])
+SIMULATED = [("new", True), ("external", "digits"), ("profile", "uniform"), ("attack", "sign-flip"), ("newcomers", 1)]
+
+
+@pytest.mark.parametrize(("name", "value"), [*SIMULATED, ("privacy", "central"), ("privacy", "local")])
 def test_what_needs_simulation_is_refused(name: str, value: object) -> None:
     with pytest.raises(InputError, match=name):
         hubs.check(Experiment(method=METHODS["pfedsd"](), **{**HELD, name: value}))

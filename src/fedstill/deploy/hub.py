@@ -35,9 +35,11 @@ DEPLOYMENT = (
     "deployment.json"  # in a run's folder: its id, its sites, and how often the hub has begun or gone on with it
 )
 SLACK = 8 << 20  # bytes that a reply may have beside its tensors
-LOCAL_ONLY = {  # what simulates devices or adversaries, or asks for data that stays at its site
-    "profile": "", "attack": "none", "new": False, "averaged": False, "external": "", "newcomers": 0,
-}  # fmt: skip
+LOCAL_ONLY = {  # fields that only a simulation can have, and why
+    **dict.fromkeys(("profile", "attack", "mode", "wait_free"), "sites are real"),
+    **dict.fromkeys(("new", "averaged", "external", "newcomers"), "each site scores on its own data"),
+    "privacy": "its noise is drawn from the seed, which every site knows",
+}
 HOLD = 5.0  # seconds for which a site that asks is kept waiting for an order
 Log = Callable[[str], None]
 
@@ -248,11 +250,10 @@ class Deployment:
 
 def check(experiment: Experiment) -> Experiment:
     """Return an experiment as a deployment runs it; refuse what only a simulation can do."""
-    for name, off in LOCAL_ONLY.items():
-        if getattr(experiment, name) != off:
-            raise InputError(
-                name, getattr(experiment, name), f"{off!r}: sites are real, and their data stays with them"
-            )
+    plain = Experiment()
+    for name, why in LOCAL_ONLY.items():
+        if getattr(experiment, name) != getattr(plain, name):
+            raise InputError(name, getattr(experiment, name), f"{getattr(plain, name)!r} in a deployment: {why}")
     here: dict[str, Any] = {
         "engine": "one",
         "workers": 1,

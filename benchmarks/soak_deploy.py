@@ -1,0 +1,155 @@
+"""A hub and sites as real processes, and what happens to them: kills at random moments, stops, many sites.
+
+Needs the extra deploy. The suite has shorter forms of these in tests/system/test_deploy.py; each section takes minutes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import signal
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedstill.core import tree
+from fedstill.data import Federation
+from fedstill.deploy import keeper
+from fedstill.methods import METHODS
+from fedstill.run.experiment import Experiment
+from fedstill.run.journal import Journal
+
+if importlib.util.find_spec("nvflare") is not None:  # else the first section that is run says what is missing
+    from fedstill.deploy import demo, jobs
+
+Row = tuple[str, str, str]
+HELD: dict[str, Any] = {"dtype": "float64", "lr": 0.05, "momentum": 0.9}
+
+
+def federation(sites: int, features: int = 6) -> Federation:
+    rng = np.random.default_rng(0)
+    centres, clients = rng.normal(size=(4, features)), []
+    for k in range(sites):
+        y = rng.integers(0, 4, 40 + 9 * (k % 3))
+        x = (centres[y] * (1 + k % 3) + rng.normal(size=(len(y), features))).astype(np.float32)
+        clients.append((x[:-12], y[:-12], x[-12:], y[-12:]))
+    return Federation.from_arrays(clients, classes=4)
+
+
+def experiment(method: str, **changed: Any) -> Experiment:
+    return Experiment(method=METHODS[method](), **{**HELD, **changed})
+
+
+def process_of(folder: Path) -> int:
+    return int((folder / keeper.PROCESS).read_text())
+
+
+def end_of(job: Path) -> dict[str, torch.Tensor]:
+    checkpoint = Journal(job / jobs.RUN).load(torch.device("cpu"))
+    assert checkpoint is not None
+    return dict(tree.leaves(checkpoint.state()["server"]))
+
+
+def carried_out(party: demo.Party, job: Path, kills: Sequence[tuple[float, str]] = ()) -> list[dict[str, Any]]:
+    """Wait for a job; at these times, in seconds from now, kill these."""
+    began, left = time.monotonic(), sorted(kills)
+    while not (job / jobs.OUTCOME).exists():
+        while left and time.monotonic() - began > left[0][0]:
+            os.kill(process_of(party.folder / left.pop(0)[1]), signal.SIGKILL)
+        assert time.monotonic() - began < 900, "the run did not end"
+        time.sleep(0.02)
+    return list(jobs.follow(job, lambda: True))
+
+
+def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def kills(short: bool) -> list[Row]:
+    """The hub is killed at random moments of a run, then sites are, then both."""
+    draw, rows = random.Random(0), []
+    names = ("a", "b", "c")
+    with demo.party(federation(3), names) as party:
+        for method in ("scaffold",) if short else ("scaffold", "pfedsd"):
+            whole = experiment(method, rounds=6 if short else 12, epochs=60)
+            undisturbed = jobs.submit(party.hub, whole, names)
+            history = carried_out(party, undisturbed)
+            length = sum(record["seconds"] for record in history)
+            for who, times in (("hub", 2 if short else 5), ("site", 2 if short else 5)):
+                at, now = [], 0.0
+                for _ in range(times):
+                    now += draw.uniform(0.05, length / times) + (12.0 if at else 0.0)  # it is up again by then
+                    at.append((now, "hub" if who == "hub" else draw.choice(names)))
+                job = jobs.submit(party.hub, whole, names)
+                again = carried_out(party, job, at)
+                assert same(end_of(undisturbed), end_of(job)), f"{method}: other bits after kills {at}"
+                assert [r["participants"] for r in again] == [[0, 1, 2]] * whole.rounds
+                assert [r["personal_clients"] for r in again] == [r["personal_clients"] for r in history]
+                fault = f"{method}: kill -9 of the {who}, {times} times at random"
+                rows.append((fault, "the same bits, nothing counted twice", f"{whole.rounds} rounds"))
+    return rows
+
+
+def hang(short: bool) -> list[Row]:
+    """A site is stopped in the middle of a run with a deadline, as by a hang or a cut network, and goes on later."""
+    names = ("a", "b", "c")
+    with demo.party(federation(3), names) as party:
+        job = jobs.submit(party.hub, experiment("pfedsd", rounds=12, epochs=60), names, deadline=4.0)
+        metrics = job / jobs.RUN / "metrics.jsonl"
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
+            time.sleep(0.05)
+        stopped = process_of(party.folder / "b")
+        os.kill(stopped, signal.SIGSTOP)
+        time.sleep(10.0 if short else 30.0)
+        os.kill(stopped, signal.SIGCONT)
+        history = carried_out(party, job)
+    away = [r["round"] for r in history if r["missing"] == [1]]
+    assert away, "nobody noticed"
+    assert history[-1]["participants"] == [0, 1, 2], "it did not come back"
+    longest = max(r["seconds"] for r in history)
+    assert longest < 4.0 * 3 + 5, longest
+    fault = f"a site stopped for {10 if short else 30} s, deadline 4 s"
+    return [(fault, f"rounds {away} without it, then back", f"longest round {longest:.1f} s")]
+
+
+def many(short: bool) -> list[Row]:
+    """Many sites on one machine; two are killed at random moments."""
+    count, rounds = (6, 6) if short else (20, 20)
+    names = [f"s{k:02d}" for k in range(count)]
+    draw = random.Random(1)
+    with demo.party(federation(count), names) as party:
+        whole = experiment("pfedsd", rounds=rounds, model="mlr")
+        undisturbed = jobs.submit(party.hub, whole, names)
+        history = carried_out(party, undisturbed)
+        job = jobs.submit(party.hub, whole, names)
+        length = sum(r["seconds"] for r in history)
+        at = [(draw.uniform(0.0, length), name) for name in draw.sample(names, 2)]
+        again = carried_out(party, job, at)
+        assert same(end_of(undisturbed), end_of(job))
+        assert all(len(r["participants"]) == count for r in again)
+    each = statistics.median(r["seconds"] for r in history)
+    return [
+        (f"{count} sites, {rounds} rounds, two killed at random", "the same bits, full roster", f"{each:.2f} s a round")
+    ]
+
+
+def overhead(short: bool) -> list[Row]:
+    """What a round trip of 2 MB costs with three sites."""
+    names = ("a", "b", "c")
+    data = federation(3, features=4000)
+    fast = {"rounds": 10 if short else 40, "epochs": 1, "eval_every": 100, "dtype": "float32"}
+    with demo.party(data, names) as party:
+        history = carried_out(party, jobs.submit(party.hub, experiment("fedavg", **fast), names))
+    each = statistics.median(r["seconds"] for r in history[1:])
+    size = history[1]["bytes_down"]
+    assert each < 0.5, each
+    return [(f"a round of 3 sites, {size / 1e6:.2f} MB down and up", "at most 0.5 s", f"median {each:.3f} s")]
+
+
+SECTIONS = {"deploy-kills": kills, "deploy-hang": hang, "deploy-many": many, "deploy-overhead": overhead}
