@@ -85,14 +85,20 @@ def test_pld_against_opacus(setting: tuple[float, float, int, float]) -> None:
     assert ours == pytest.approx(theirs.get_epsilon(delta, eps_error=0.005), rel=0.01)
 
 
-def test_without_sampling_pld_is_the_gaussian_mechanism_itself() -> None:
-    noise, steps, delta = 5.0, 20, 1e-5
+@pytest.mark.parametrize(("noise", "steps"), [(5.0, 20), (0.05, 1)])  # the second in seconds and within the memory
+def test_without_sampling_pld_is_the_gaussian_mechanism_itself(noise: float, steps: int) -> None:
+    delta = 1e-5
     reach = math.sqrt(steps) / noise  # T rounds of noise σ are one of noise σ/√T
 
     def exact(eps: float) -> float:  # Balle and Wang, ICML 2018, Theorem 8
         return float(stats.norm.cdf(reach / 2 - eps / reach) - math.exp(eps) * stats.norm.cdf(-reach / 2 - eps / reach))
 
     assert exact(privacy.epsilon({1.0: steps}, noise, delta, "pld")) == pytest.approx(delta, rel=0.05)
+
+
+def test_noise_too_small_for_a_bound_stops_the_run_before_anything_is_sent() -> None:
+    with pytest.raises(fs.TrainingError, match="round 1: ε is not known, so nothing is sent: .* noise_multiplier 1e-09"):
+        central(noise_multiplier=1e-9, accountant="pld")
 
 
 def test_steps_of_several_rates_add_up() -> None:
@@ -106,6 +112,7 @@ def test_steps_of_several_rates_add_up() -> None:
 def test_nothing_sent_costs_nothing_and_no_noise_protects_nothing() -> None:
     assert privacy.epsilon({}, 1.0, 1e-5) == 0.0
     assert privacy.epsilon({0.5: 1}, 0.0, 1e-5) == math.inf
+    assert privacy.epsilon({0.5: 1}, 1e-9, 1e-5, "pld") == math.inf
     with pytest.raises(ValueError, match="rates above 0"):
         privacy.epsilon({1.5: 1}, 1.0, 1e-5)
 

@@ -79,10 +79,14 @@ def _one_step(rate: float, noise: float) -> Any:
 @functools.lru_cache(maxsize=4096)
 def _by_pld(steps: tuple[tuple[float, int], ...], noise: float, delta: float) -> float:
     package = accounting()
-    accountant = package.pld.PLDAccountant()
-    for rate, count in steps:
-        accountant.compose(_event(rate, noise), count)
-    return float(accountant.get_epsilon(delta))
+    # losses reach 1/σ², so their grid is coarser with little noise, or it would not fit into memory; ε is still an upper bound
+    accountant = package.pld.PLDAccountant(value_discretization_interval=1e-4 * max(1.0, (0.3 / noise) ** 2))
+    try:
+        for rate, count in steps:
+            accountant.compose(_event(rate, noise), count)
+        return float(accountant.get_epsilon(delta))
+    except OverflowError:
+        return math.inf
 
 
 def _event(rate: float, noise: float) -> Any:
@@ -203,7 +207,10 @@ class Ledger:
     def allowed(self, round: int, epsilon: float) -> float:
         """Return ε, where it is a number within the budget; else the round does not begin."""
         limit = self.settings.privacy_budget or math.inf
-        if not epsilon <= limit or not math.isfinite(epsilon):
+        if not math.isfinite(epsilon):
+            why = f"no bound can be computed with noise_multiplier {self.settings.noise_multiplier:g}"
+            raise TrainingError(f"round {round}: ε is not known, so nothing is sent: {why}")
+        if epsilon > limit:
             raise TrainingError(
                 f"round {round}: the privacy budget is spent: ε would be {epsilon:.4g}, above {limit:g}. Nothing was sent"
             )
