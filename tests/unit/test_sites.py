@@ -117,3 +117,24 @@ def test_a_site_that_lost_its_state_and_a_hub_that_stops_end_the_run() -> None:
     threading.Timer(0.05, lambda: sites.close("the hub stops")).start()
     with pytest.raises(TrainingError, match="the hub stops"):
         list(sites.replies())
+
+
+def test_a_site_that_is_late_is_not_waited_for_twice() -> None:
+    sites, _ = refusing(patience=0.3)
+    sites.dispatch([order(0), order(1)])
+    sites.next("a")
+    sites.take("b", reply_to(sites.next("b") or b""))
+    assert [reply.client for reply in sites.replies()] == [1]
+    sites.dispatch([order(0, kind="score"), order(1, kind="score")])
+    sites.take("b", reply_to(sites.next("b") or b""))
+    began = time.monotonic()
+    assert [reply.client for reply in sites.replies()] == [1]
+    assert time.monotonic() - began < 0.2
+    sites.dispatch([order(0, round=2)])  # it may be back by the next round
+    began = time.monotonic()
+    assert list(sites.replies()) == []
+    assert time.monotonic() - began > 0.25
+    sites.next("a")  # it is
+    sites.dispatch([order(0, kind="score")])
+    threading.Timer(0.1, lambda: sites.take("a", reply_to(sites.next("a") or b""))).start()
+    assert [reply.client for reply in sites.replies()] == [0]

@@ -28,6 +28,7 @@ class Box:
     sent: int = 0  # bytes
     received: int = 0
     begun: dict[int, float] = field(default_factory=dict)  # by id of an order when the site was first given it
+    late: bool = False  # an order of it was withdrawn, and it has said nothing since
     took: float = 0.0  # seconds from there to the last reply to `train`
 
 
@@ -75,7 +76,7 @@ class Sites:
         end = None if most is None else time.monotonic() + most
         while True:
             with self._changed:
-                while not self._arrived and self._outstanding() and not self._closed:
+                while not self._arrived and self._awaited() and not self._closed:
                     left = None if end is None else end - time.monotonic()
                     if left is not None and left <= 0:
                         self._withdraw()
@@ -84,6 +85,7 @@ class Sites:
                 if self._closed:
                     raise TrainingError(self._closed)
                 if not self._arrived:
+                    self._withdraw()
                     return
                 reply = self._arrived.popleft()
             if reply.kind == "restore" and (reply.refusal or reply.fault):
@@ -99,7 +101,7 @@ class Sites:
         """Return the oldest order that waits for a site, again until it is answered; None if there is none in `wait` seconds."""
         box, end = self.boxes[site], time.monotonic() + wait
         with self._changed:
-            box.seen = time.time()
+            box.seen, box.late = time.time(), False
             while not box.orders and not self._closed:
                 left = end - time.monotonic()
                 if left <= 0:
@@ -123,7 +125,7 @@ class Sites:
         except Exception as error:
             fault = f"it sent bytes that are no reply ({first_line(error)[:80]})"
         with self._changed:
-            box.seen = time.time()
+            box.seen, box.late = time.time(), False
             box.received += len(data)
             if fault:
                 return self._fail(site, fault)
@@ -168,10 +170,14 @@ class Sites:
         self._refused(site, reason)
         return reason
 
-    def _outstanding(self) -> bool:
-        return any(box.orders for box in self.boxes.values())
+    def _awaited(self) -> bool:
+        """Return whether any order is out that is worth waiting for: a site that is late is waited for in training alone."""
+        return any(
+            not box.late or order.kind == "train" for box in self.boxes.values() for order, _ in box.orders.values()
+        )
 
     def _withdraw(self) -> None:
         for box in self.boxes.values():
+            box.late = box.late or bool(box.orders)
             box.orders.clear()
             box.begun.clear()
