@@ -34,7 +34,7 @@ def killed(words: list[str], out: str, rounds: int) -> None:
         stderr=subprocess.DEVNULL,
     )
     end = time.monotonic() + 60
-    while not Path(out, "job.json").exists():
+    while not Path(out, "job.json").exists() and process.poll() is None and time.monotonic() < end:
         time.sleep(0.02)
     while recorded(out) < rounds and process.poll() is None and time.monotonic() < end:
         time.sleep(0.002)

@@ -66,14 +66,14 @@ def test_all_are_waited_for_and_come_by_client() -> None:
     began = time.monotonic()
     replies = driver.exchange({0: Request(orders([0, 1, 2]), deadline=LONG)})[0]
     assert names(replies) == [(0, 1), (1, 1), (2, 1)]
-    assert time.monotonic() - began < 5  # nobody waits for the deadline
+    assert time.monotonic() - began < LONG  # nobody waits for the deadline
 
 
 def test_the_deadline_leaves_out_the_late_and_the_lost() -> None:
-    driver = Driver(Posted({0: 0.0, 1: 5.0, 2: None}))
+    driver = Driver(Posted({0: 0.0, 1: 2 * LONG, 2: None}))
     began = time.monotonic()
-    assert names(driver.exchange({0: Request(orders([0, 1, 2]), deadline=0.3)})[0]) == [(0, 1)]
-    assert 0.25 < time.monotonic() - began < 2
+    assert names(driver.exchange({0: Request(orders([0, 1, 2]), deadline=1.0)})[0]) == [(0, 1)]
+    assert 0.95 < time.monotonic() - began < LONG
 
 
 def test_a_deadline_that_passes_between_two_replies_ends_the_round() -> None:
@@ -82,11 +82,11 @@ def test_a_deadline_that_passes_between_two_replies_ends_the_round() -> None:
     class Endless(Posted):
         def replies(self, timeout: float | None = None) -> Iterator[Reply]:
             yield answer(self.dispatched[0])
-            time.sleep(0.3)
+            time.sleep(1.1)
             yield answer(self.dispatched[1])
             raise AssertionError("asked for more after the deadline")
 
-    assert names(Driver(Endless({0: None, 1: None})).exchange({0: Request(orders([0, 1]), 0.2)})[0]) == [(0, 1)]
+    assert names(Driver(Endless({0: None, 1: None})).exchange({0: Request(orders([0, 1]), 1.0)})[0]) == [(0, 1)]
 
 
 def test_strays_of_an_earlier_round_and_doubles_do_not_count() -> None:

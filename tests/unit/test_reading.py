@@ -67,10 +67,10 @@ def test_hostile_toml_is_refused_soon_and_in_one_line(name: str) -> None:
 
 
 def refused(parse: Callable[[Any], object], text: str | bytes, right: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()  # other processes do not count
     with pytest.raises(Unreadable, match=right) as caught:
         parse(text)
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 300
 

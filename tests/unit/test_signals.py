@@ -189,6 +189,7 @@ def test_an_interrupt_while_the_command_is_imported(tmp_path: Path) -> None:
         seen = ""
         while "fedstill.core" not in seen:
             seen = process.stderr.readline()
+            assert seen, "it ended by itself"
         time.sleep(wait)
         process.send_signal(signal.SIGINT)
         said = process.communicate()[1]
