@@ -348,6 +348,21 @@ def test_a_spent_budget_stops_the_run_before_the_rounds_orders_go_out(monkeypatc
     assert max(t for kind, t in Listening.sent if kind == "train") == stops - 1
 
 
+RARELY = {"profile": "lognormal:2", "mode": "fedasync", "rounds": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fits"), [({"newcomers": 4, "seed": 1}, True), (RARELY, True), ({"rounds": 4}, False)]
+)
+def test_a_budget_is_refused_before_the_run_only_where_it_cannot_do(changes: dict[str, Any], fits: bool) -> None:
+    values = {**LOCAL, **changes}
+    spent = fs.simulate(fs.FedAvg(), model=Plain, data=ragged(), **values).history[-1]["epsilon"]
+    if fits:  # what newcomers would spend, or clients that are still at work, does not count
+        fs.simulate(fs.FedAvg(), model=Plain, data=ragged(), **values, privacy_budget=1.001 * spent)
+    with pytest.raises((InputError, TrainingError), match=r"privacy.budget"):
+        fs.simulate(fs.FedAvg(), model=Plain, data=ragged(), **values, privacy_budget=0.999 * spent)
+
+
 def test_a_resumed_run_goes_on_with_what_was_spent(tmp_path: Path) -> None:
     whole = fs.Experiment(clients=4, checkpoint_every=1, model="mlp", **{**LOCAL, **FEW, "rounds": 3})
     straight = fs.run(whole, out=tmp_path / "a")

@@ -156,7 +156,9 @@ def prepare(
     bench = Bench(method, task, JointPlan((plan,), len(federation)), join([manager]))
     together = count(task.clients, training.participation)
     if training.privacy == "local":
-        privacy.check_samples(bench, training, together)
+        staying = [k for k in range(len(federation)) if k not in joining]
+        always = together == task.clients and not training.profile  # in simulated time some may be away or at work
+        privacy.check_samples(bench, training, staying, always)
     devices = None
     if training.profile:
         devices = clock.Devices.of(

@@ -285,23 +285,25 @@ def check(method: Method, task: Task, settings: Privacy, cohort: int) -> None:
     ledger.affordable(task.rounds, lambda rounds: ledger.of_rounds({str(cohort / task.clients): rounds}))
 
 
-def check_samples(bench: Bench, settings: Privacy, cohort: int) -> None:
-    """Refuse DP-SGD with a δ that means nothing for the largest client, or a budget below what all rounds cost for sure."""
-    sizes, task = bench.data.train.sizes, bench.task
-    if settings.privacy_delta * max(sizes) >= 1:
-        right = f"below 1/{max(sizes)}, one by the samples of the largest client"
+def check_samples(bench: Bench, settings: Privacy, clients: Sequence[int], always: bool) -> None:
+    """Refuse DP-SGD with a δ that means nothing for the largest of the clients that train, or a budget below what all rounds
+    cost for sure: that is known where every client is `always` asked.
+    """
+    largest = max(bench.data.train.sizes[k] for k in clients)
+    if settings.privacy_delta * largest >= 1:
+        right = f"below 1/{largest}, one by the samples of the largest client"
         raise InputError("privacy_delta", settings.privacy_delta, right)
-    ledger, everyone = Ledger(settings, bench), range(len(sizes))
-    if cohort < task.clients:
-        return  # who is asked how often is not known before
+    ledger = Ledger(settings, bench)
+    if not always:
+        return
 
     def total(rounds: int) -> float:
-        spent = dict.fromkeys(map(str, everyone), 0)
+        spent = dict.fromkeys(map(str, clients), 0)
         for t in range(1, rounds + 1):
-            spent = {k: spent[k] + count for k, count in ledger.steps(t, everyone).items()}
+            spent = {k: spent[k] + count for k, count in ledger.steps(t, clients).items()}
         return max(ledger.of_clients(spent).values())
 
-    ledger.affordable(task.rounds, total)
+    ledger.affordable(bench.task.rounds, total)
 
 
 def words(method: Method, task: Task, settings: Privacy) -> str:
