@@ -290,6 +290,12 @@ def test_more_rounds_are_recorded_and_a_kill_on_the_way_there_leaves_the_run_as_
     assert [entry["after"] for entry in about["experiments"]] == [0, 5]
 
 
+def test_another_version_of_torch_is_said(folder: Path, whole: fs.Run, capsys) -> None:
+    about = files.unseal(folder / "environment.json")
+    (folder / "environment.json").write_bytes(files.seal({**about, "torch": "1.0"}, indent=2))
+    goes_on(folder, whole, capsys, f"it began with torch 1.0, now {torch.__version__}: last bits may differ")
+
+
 def test_a_folder_that_is_refused_keeps_its_settings(folder: Path, capsys) -> None:
     shutil.rmtree(folder / "checkpoints")
     refused(folder, "nothing was changed", capsys, "--rounds", "9")

@@ -196,6 +196,16 @@ class Journal:
             return f"{name} cannot be read ({error.strerror})"
         return ""
 
+    def note_changes(self, device: torch.device) -> None:
+        """Say where this process differs from the one that began the run in what the last bits of results depend on."""
+        about, now = files.unseal(self.folder / ENVIRONMENT), environment(device)
+        names = ("fedstill", "torch", "numpy", "device")
+        changed = [f"{name} {about.get(name)}, now {now[name]}" for name in names if about.get(name) != now[name]]
+        if changed:
+            say(
+                f"{self.folder}: it began with {'; '.join(changed)}: last bits may differ from those of a run without a stop"
+            )
+
     def check_partition(self, partition: Mapping[str, Any]) -> None:
         """Refuse to continue if the data is divided differently than at the start of the run."""
         try:

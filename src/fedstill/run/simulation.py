@@ -68,6 +68,7 @@ def simulate(
                 if before.read_text(encoding="utf-8") != text:
                     raise InputError("out", str(out), "the folder of the same call: its settings or method were others")
                 journal.check_partition(partition)
+                journal.note_changes(simulation.device)
     return finish(Start(simulation, journal, progress=progress, resume=resume, callbacks=callbacks), transport)
 
 
@@ -165,6 +166,7 @@ def continued(
         changed, done = wanted.rounds != held.rounds, len(journal.history())
         if changed and wanted.rounds < done:
             raise InputError("rounds", wanted.rounds, f"at least {done}: so many are over")
+        journal.note_changes(simulation.device)
     amended = wanted.to_toml() if changed else ""
     return Start(simulation, journal, wanted.checkpoint_every, progress, resume=True, amended=amended)
 
