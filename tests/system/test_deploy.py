@@ -154,6 +154,32 @@ def test_a_site_that_hangs_is_missed_at_the_deadline_and_counts_again_later(part
     assert missing[-1] == []
 
 
+def at_work(number: int) -> bool:
+    """Whether a process is there, and not only waits to be forgotten."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_whole_site_that_is_killed_comes_back_with_its_model(party: demo.Party) -> None:
+    job, _ = run(party, "pfedsd")
+    kept = models(party, job)[0]
+    keeper_of, worker = process.running(party.site("a")), int((party.site("a") / keeper.PROCESS).read_text())
+    os.kill(keeper_of, signal.SIGKILL)
+    party.keepers["a"].wait(10)
+    end = time.monotonic() + 10
+    while at_work(worker) and time.monotonic() < end:  # it ends with its keeper
+        time.sleep(0.05)
+    assert not at_work(worker)
+    assert not process.running(party.site("a"))
+    party.start("a")
+    party.wait("a")
+    assert all(torch.equal(kept[name], leaf) for name, leaf in models(party, job)[0].items())
+    _, history = run(party, "pfedsd", rounds=1)
+    assert history[0]["participants"] == [0, 1, 2]
+
+
 # ---- who is not let in -------------------------------------------------------------------------------------------------
 def imposter(party: demo.Party, folder: Path, approved_by: Hub, name: str, claims: str) -> Path:
     """A site with a certificate of some hub for `name`, which knocks at the party's hub as `claims`."""

@@ -139,6 +139,19 @@ def test_sites_give_the_numbers_of_one_process(method: Any, federation: Federati
     assert hubs.roster(sites.history, NAMES) == []
 
 
+def test_in_single_precision_too(federation: Federation, party: Party) -> None:
+    one, sites = (
+        run(METHODS["pfedsd"](), dtype="float32") for run in (lambda m, **c: local(federation, m, **c), party.run)
+    )
+    merged = dict(tree.leaves(sites.server))
+    for entry, leaf in tree.leaves(one.server):
+        assert leaf.dtype == torch.float32
+        torch.testing.assert_close(merged[entry], leaf, rtol=0, atol=1e-4)
+    for k, name in enumerate(NAMES):
+        for entry, leaf in one.served(k).items():
+            torch.testing.assert_close(party.personal(name)[entry], leaf, rtol=0, atol=1e-4)
+
+
 # ---- what leaves a site ----------------------------------------------------------------------------------------------
 KEEPERS = ("fedbabu", "fedbsd", "fedper", "fedrep", "lg-fedavg")  # whose private part is whole tensors of this model
 

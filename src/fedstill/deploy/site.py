@@ -225,15 +225,19 @@ def attend(station: Station, talk: Talk, stop: threading.Event, on_known: Callab
 
     `on_known` is called whenever the hub has come to know the site.
     """
+    greeted = False
     while not stop.is_set():
         try:
-            answer, body = talk({"do": "ask", "run": None if station.key is None else list(station.key)}, b"")
+            asking = {"do": "ask", "run": None if station.key is None else list(station.key)}
+            known: tuple[dict[str, Any], bytes] = {"do": "hello"}, b""  # its data may be new to the hub
+            answer, body = talk(asking, b"") if greeted else known
             do = answer.get("do")
             if do == "hello":
                 about = {**station.own.about(), "machine": machine()}
                 answer, _ = talk({"do": "hello", "version": __version__, "about": about}, b"")
                 if answer.get("refused"):
                     raise InputError("site", Shown("refused by the hub"), str(answer["refused"])[:300])
+                greeted = True
                 station.log("the hub knows this site")
                 on_known()
             elif do == "open":
