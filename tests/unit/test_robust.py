@@ -204,6 +204,9 @@ def test_a_run_merges_by_the_rule(engine: str) -> None:
     assert not identical({"": mean.server["params"]}, {"": middle.server["params"]})
 
 
+ASYNC = {"mode": "fedasync", "profile": "uniform"}
+
+
 @pytest.mark.parametrize(
     ("method", "changes", "words"),
     [
@@ -213,6 +216,18 @@ def test_a_run_merges_by_the_rule(engine: str) -> None:
         (fs.FedAvg(), {"average": "trimmed-mean", "suspected": 2}, "below half of the 3 uploads"),
         (fs.FedAvg(), {"average": "median", "participation": 0.3}, "'mean' or 'norm-clip'"),
         (fs.FedAvg(), {"average": "median", "mode": "fedasync", "profile": "uniform"}, "1 upload"),
+        (
+            fs.FedAvg(),
+            {"average": "norm-clip", "participation": 0.1},
+            "clip_to = 0.0: should be above 0 with norm-clip",
+        ),
+        (fs.FedAvg(), {**ASYNC, "average": "norm-clip"}, "clip_to = 0.0: should be above 0 with norm-clip"),
+        (
+            fs.FedAvg(),
+            {**ASYNC, "average": "fltrust", "root_samples": 20, "staleness": "constant"},
+            "and mixing 1: it makes",
+        ),
+        (fs.FedAvg(), {**ASYNC, "average": "fltrust", "root_samples": 20, "mixing": 1.0}, "and mixing 1: it makes"),
         (fs.SCAFFOLD(), {"average": "fltrust", "root_samples": 20}, "gives no change of what it averages"),
         (fs.FedDyn(), {"average": "fltrust", "root_samples": 20}, "gives no change of what it averages"),
         (fs.CD2PFed(), {"average": "fltrust", "root_samples": 20}, "gives no change of what it averages"),

@@ -58,6 +58,11 @@ def check(method: Method, task: Task, training: Training) -> None:
         right = f"one that needs no other uploads of its round with mode {training.mode!r}, such as sign-flip"
         raise InputError("attack", training.attack, right)
     average.check(method, task, training, cohort if asynchrony is None else asynchrony.buffer)
+    mixes = training.mode == "fedasync" and training.mixing != 1
+    if training.average == "fltrust" and asynchrony is not None and (mixes or training.staleness != "constant"):
+        why = "it makes every change as long as the server's, which undoes others"
+        right = f"another in mode {training.mode!r}, unless staleness is 'constant' and mixing 1: {why}"
+        raise InputError("average", training.average, right)
     wait_free.check(method, task, training)
     if training.privacy != "off":
         privacy.check(method, task, training, cohort)

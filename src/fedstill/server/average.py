@@ -51,6 +51,11 @@ def check(method: Method, task: Task, settings: Robustness, uploads: int) -> Non
             right = f"another rule for {method.id}: the server's own training gives no change of what it averages"
             raise InputError("average", rule, right)
         return
+    if rule == "norm-clip" and uploads == 1 and not settings.clip_to:
+        right = (
+            "above 0 with norm-clip where one upload is merged at a time: the median of the round's lengths is its own"
+        )
+        raise InputError("clip_to", settings.clip_to, right)
     if uploads < 3 and rule != "norm-clip":
         raise InputError("average", rule, f"'mean' or 'norm-clip' where {uploads} upload(s) are merged at a time")
     f = robust.forged(settings.suspected, uploads)
