@@ -2,6 +2,7 @@
 
     python benchmarks/agree.py
     python benchmarks/agree.py --methods spectral --model resnet18 --clients 10 --rounds 1 --participation 1 --batch-size 100
+    python benchmarks/agree.py --methods fedavg pfedsd --set privacy=local noise_multiplier=0.5
 
 Runs each method on the digits (float64, by default 8 clients, a small CNN, three rounds, 60 % a round) one by one on the CPU, and
 stacked on the CPU and, where there is one, on the GPU. Prints the largest difference between any two weights of any model.
@@ -11,6 +12,7 @@ Exits with 1 if one exceeds 1e-8. (Rounding grows with every step through a deep
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 
 import torch
@@ -33,8 +35,13 @@ def main() -> None:
     parser.add_argument("--participation", type=float, default=0.6)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="NAME=VALUE", help="more settings: privacy=local average=krum"
+    )
     parser.add_argument("--compile", action="store_true", help="also with the step compiled (some seconds a method)")
     o = parser.parse_args()
+    more = dict(text.split("=", 1) for text in o.set)
+    more = {name: json.loads(text) if text[:1].isdigit() else text for name, text in more.items()}
     ways = {"cpu one": ("cpu", "one"), "cpu stacked": ("cpu", "stacked")}
     if torch.cuda.is_available():
         ways |= {"gpu stacked": ("cuda", "stacked"), "gpu one": ("cuda", "one")}
@@ -48,7 +55,7 @@ def main() -> None:
             experiment = fs.Experiment(
                 method=methods.get(name)(), rounds=o.rounds, clients=o.clients, participation=o.participation, epochs=1,
                 batch_size=o.batch_size, lr=o.lr, momentum=0.5, model=o.model, dtype="float64", device=device, engine=engine,
-                eval_every=o.rounds, compile="on" if way == "gpu compiled" else "off",
+                eval_every=o.rounds, compile="on" if way == "gpu compiled" else "off", **more,
             )  # fmt: skip
             found[way] = states(fs.run(experiment), o.clients)
         gaps = [
