@@ -17,7 +17,7 @@ MODULES |= {"pickletools", "copyreg", "code", "codeop", "runpy", "imp", "pandas"
 BUILTINS = {"eval", "exec", "compile", "__import__", "breakpoint"}
 CALLS = {
     *("torch.load", "torch.save", "torch.hub", "torch.jit.load", "torch.package", "torch.multiprocessing"),
-    *("np.load", "numpy.load", "np.save", "np.savez", "np.memmap", "np.fromfile"),
+    *("np.load", "numpy.load", "np.memmap", "np.fromfile"),
     *("dist.send_object_list", "dist.recv_object_list", "dist.broadcast_object_list", "dist.scatter_object_list"),
     *("dist.gather_object", "dist.all_gather_object"),
     *("multiprocessing.Pool", "multiprocessing.Queue", "multiprocessing.Pipe", "multiprocessing.Manager"),

@@ -207,7 +207,11 @@ class Ranks:
             messages = [message for message, at in zip(box.messages, ranks, strict=True) if at == rank]
             header = {"do": "work", "messages": messages, "common": common, "shared": shared}
             self._write(rank, {**header, "own": own[rank], "layout": parcel.layout(tensors)}, answer=bool(messages))
-        self.group.broadcast([box.tensors[place] for place in common])
+        try:
+            self.group.broadcast([box.tensors[place] for place in common])
+        except RankLost:
+            self._name_lost()
+            raise
         for rank in asked:
             self.group.send([box.tensors[place] for place in own[rank]], rank)
         self.seconds += time.perf_counter() - began
@@ -253,6 +257,14 @@ class Ranks:
             self._headers.put((rank, header))
             if header.get("last"):
                 return
+
+    def _name_lost(self) -> None:
+        """Raise the error of the rank whose own connection is closed, where that is noticed soon."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                _, header = self._headers.get(timeout=1.0)
+                if isinstance(header, Exception):
+                    raise header
 
     def _next(self, timeout: float | None) -> list[Reply]:
         """Return the replies in the answer that arrives first; none after `timeout` seconds."""
