@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -249,7 +250,8 @@ def test_a_dead_rank_ends_the_run_at_once_and_it_goes_on(tmp_path: Path) -> None
     assert time.monotonic() - began < 15
     assert run.returncode != 0
     assert f"'fedstill resume {killed} --transport cluster' goes on, on any number of ranks" in said
-    assert "rank 2 of the cluster does not answer any more (its connection was closed)" in said
+    # Rank 1 notices that rank 2 is gone and ends too, sometimes before rank 0 speaks.
+    assert re.search(r"fedstill: ranks? (1 and )?2 of the cluster do(es)? not answer any more", said), said
     done = torchrun(2, "-m", "fedstill", "resume", str(killed), "--transport", "cluster")
     assert done.returncode == 0, done.stderr[-2000:]
     alone = [sys.executable, "-m", "fedstill", "run", *settings, "--out", str(one)]

@@ -210,8 +210,7 @@ class Ranks:
         try:
             self.group.broadcast([box.tensors[place] for place in common])
         except RankLost:
-            self._name_lost()
-            raise
+            raise self._lost() from None
         for rank in asked:
             self.group.send([box.tensors[place] for place in own[rank]], rank)
         self.seconds += time.perf_counter() - began
@@ -258,13 +257,20 @@ class Ranks:
             if header.get("last"):
                 return
 
-    def _name_lost(self) -> None:
-        """Raise the error of the rank whose own connection is closed, where that is noticed soon."""
+    def _lost(self, rank: int | None = None, why: str = "") -> RankLost:
+        """Return the error that names the ranks whose connections are closed, those besides that are noticed soon."""
+        lost = {} if rank is None else {rank: why}
         with contextlib.suppress(queue.Empty):
-            while True:
-                _, header = self._headers.get(timeout=1.0)
+            while len(lost) < self.group.size - 1:
+                other, header = self._headers.get(timeout=0.3 if lost else 2.0)
                 if isinstance(header, Exception):
-                    raise header
+                    lost[other] = str(header)
+        if len(lost) == 1:
+            return RankLost(next(iter(lost.values())))
+        names = " and ".join(map(str, sorted(lost)))
+        return RankLost(
+            f"ranks {names} of the cluster do not answer any more" if lost else "a rank of the cluster is lost"
+        )
 
     def _next(self, timeout: float | None) -> list[Reply]:
         """Return the replies in the answer that arrives first; none after `timeout` seconds."""
@@ -272,6 +278,8 @@ class Ranks:
             rank, header = self._headers.get(timeout=None if timeout is None else max(0.0, timeout))
         except queue.Empty:
             return []
+        if isinstance(header, RankLost):
+            raise self._lost(rank, str(header)) from None
         if isinstance(header, Exception):
             raise header
         self.out[rank] -= 1
