@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import threading
@@ -318,6 +319,22 @@ def test_the_canary_says_what_is_wrong_where(party: Party) -> None:
     ):
         assert any(part in wrong for wrong in told["wrong"]), part
     assert not (party.folder / "canary-2").exists()
+
+
+def test_data_that_changes_during_a_run_ends_it_by_name(party: Party, federation: Federation) -> None:
+    def progress(record: Any) -> None:
+        if record["round"] == 1:
+            party.stop("b")
+            client = federation.clients[1]
+            changed = Own(dataclasses.replace(client, x_train=client.x_train + 1), 4)
+            station = OneAtATime(party.folder / "b", changed, device="cpu")
+            talk = lambda header, body: party.desk.answer("b", header, body)  # noqa: E731
+            party.stops["b"] = threading.Event()
+            party.threads["b"] = threading.Thread(target=attend, args=(station, talk, party.stops["b"]), daemon=True)
+            party.threads["b"].start()
+
+    with pytest.raises(TrainingError, match=r"site b: data = .*the site's data has changed"):
+        party.run(METHODS["pfedsd"](), progress=progress)
 
 
 # ---- hubs that stop ----------------------------------------------------------------------------------------------------

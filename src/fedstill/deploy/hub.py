@@ -137,7 +137,8 @@ class Desk:
             return {"do": "wait"}, b""
         if header.get("run") != now.key:
             k = now.sites.names.index(site)
-            return {"do": "open", "about": {**now.about, "client": k}}, b""
+            own = {name: value for name, value in now.about.items() if name != "checksums"}
+            return {"do": "open", "about": {**own, "client": k, "checksum": now.about["checksums"][k]}}, b""
         data = now.sites.next(site, self.hold)
         return ({"do": "wait"}, b"") if data is None else ({"do": "order", "run": now.key}, data)
 
@@ -183,7 +184,8 @@ class Deployment:
         limit = 8 * largest + SLACK
         sites = Sites(self.names, limit=limit, patience=self.deadline, refused=self.desk.refuse, noted=self._note)
         about = {"experiment": sim.experiment.to_toml(), "clients": len(self.names), "classes": self._classes}
-        self.desk.open(sites, {**begun, **about})
+        sums = [self.desk.known[name].about["checksum"] for name in self.names]
+        self.desk.open(sites, {**begun, **about, "checksums": sums})
         return sites
 
     def federation(self) -> Federation:

@@ -83,6 +83,11 @@ class Station:
         run, attempt, client = str(about["run"]), int(about["attempt"]), int(about["client"])
         if not run.isalnum():
             raise InputError("run", run, "letters and digits")
+        checksum = self.own.about()["checksum"]
+        if about.get("checksum", checksum) != checksum:
+            raise InputError(
+                "data", checksum, f"{about['checksum']}, as when the run began: the site's data has changed"
+            )
         experiment = Experiment.from_values(tomllib.loads(str(about["experiment"])))
         # what the hub says of data and machines does not hold here: nothing but the site's own data is read
         experiment = dataclasses.replace(experiment, data="digits", data_root="", external="", device=self.device)
