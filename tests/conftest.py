@@ -1,8 +1,11 @@
 """Two workers on two cores: one thread each, so that they do not wait for one another. And what many tests watch with."""
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell has commands in the background ignore interrupts, which processes inherit; tests send them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch
