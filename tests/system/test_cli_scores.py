@@ -172,7 +172,7 @@ def test_the_demo_keeps_off_foreign_files(capsys, foreign: str) -> None:
 def test_the_demo_keeps_off_links_and_off_other_commands_results(capsys) -> None:
     assert main(["compare", "local", "fedavg", *TINY, "--out", "mine"]) == 0
     capsys.readouterr()
-    assert "it is none" in refused(capsys, "demo", *TINY, "--out", "mine")
+    assert "resume mine' goes on with what it holds" in refused(capsys, "demo", *TINY, "--out", "mine")
     assert main(["demo", *TINY, "--rounds", "1"]) == 0
     shutil.rmtree("fedstill-demo/local/checkpoints")
     Path("fedstill-demo/local/checkpoints").symlink_to(Path("mine").absolute())
