@@ -4,8 +4,9 @@ import os
 import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A shell has commands in the background ignore interrupts, which processes inherit; tests send them.
+# A shell has commands in the background ignore interrupts, nohup the end of a terminal; processes inherit it, and tests send them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import pytest
 import torch
