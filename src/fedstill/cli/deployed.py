@@ -10,6 +10,7 @@ from typing import Any
 from .. import data as sources
 from ..core import files, reading
 from ..core.errors import InputError, Shown, TrainingError
+from ..core.training import REAL
 from ..data import Federation
 from ..deploy import audit, demo, hub, jobs, process
 from ..deploy.certificates import fingerprint, read
@@ -67,6 +68,8 @@ def _asked(given: Mapping[str, Any], words: Sequence[str]) -> tuple[Hub, Experim
     made = Hub.at(_folder(given, HUB))
     base = train._base(what)
     own = {name: value for name, value in given.items() if name not in OPTIONS and name not in SWITCHES}
+    if "mode" in own or "wait_free" in own:
+        own.setdefault("profile", REAL)
     with flags.named(own):
         experiment = plan([base.method], base, own, "run").first
     hub.check(experiment)

@@ -42,7 +42,16 @@ MAGIC = b"fedstill-state-1"
 KEEP = 2  # rounds, as many as the hub keeps checkpoints
 WORKING = ("train", "begin", "idle")  # orders that change what is kept
 Log = Callable[[str], None]
-OPENING = ("run", "attempt", "round", "client", "clients", "classes", "experiment")  # what the hub says of a run
+OPENING = (
+    "run",
+    "attempt",
+    "round",
+    "client",
+    "clients",
+    "classes",
+    "experiment",
+    "pending",
+)  # what the hub says of a run
 Kept: TypeAlias = tuple[dict[str, Any], bytes, bytes]  # what a file says of itself, the client's state, the last reply
 Talk: TypeAlias = Callable[[Mapping[str, Any], bytes], tuple[dict[str, Any], bytes]]
 """Sends the hub a message, a header and bytes, and returns its answer; raises `Unreachable`."""
@@ -99,17 +108,21 @@ class Station:
         entries, _ = read(audit / LOG) if (audit / LOG).exists() else ([], [])
         self._logged = next((entry["order"] for entry in reversed(entries) if entry["what"] == "reply"), 0)
         self._chain = Chain(audit / LOG)
-        self._chain.add("open", about={name: about[name] for name in OPENING})
+        self._chain.add("open", about={name: about[name] for name in OPENING if name in about})
         self._run, self.key, self._last = self.folder / run, (run, attempt), (0, b"")
         files.make_folder(self._run)
         self._reset()
         kept = _unseal(self._run / "state.bin")
+        pending, began = about.get("pending", (0, 0))  # an order of an earlier attempt that the hub still waits for
         if kept is not None and kept[0]["attempt"] == attempt:
             self._put(kept[1])
             self._last = int(kept[0]["order"]), kept[2]
             self.log(f"run {run}: goes on from what was kept")
-        elif int(about["round"]):
-            self._go_back(int(about["round"]), kept)
+        elif pending and kept is not None and int(kept[0]["order"]) == pending:
+            self._put(kept[1])  # it will come again, and is answered by the reply that was kept
+            self._last = pending, kept[2]
+        elif pending or int(about["round"]):
+            self._go_back(int(began) - 1 if pending else int(about["round"]), kept)
 
     def handle(self, data: bytes) -> bytes:
         """Carry out an order, once, and return the reply."""
