@@ -101,7 +101,7 @@ def of_hub(folder: Path) -> list[str]:
     arrived = [k for record in records for k in json.loads(record).get("answered", ())]  # asynchronous: in which order
     kept: dict[tuple[int, str, int], bytes] = {}
     for e in entries:
-        if e["what"] != "reply" or e["kind"] not in ("train", "score", "state"):
+        if e["what"] != "reply" or e["kind"] not in ("train", "begin", "idle", "score", "state"):
             continue
         if arrived and e["kind"] == "train":
             pass  # the round in which it was given out says nothing of when it counted; of several the last one did
@@ -164,6 +164,7 @@ def of_site(folder: Path, own: Own, device: str = "cpu") -> list[str]:
                 data = file.read_bytes() if file.exists() else b""
                 if digest(data) != e["asked"]:
                     return [f"the kept {e['kind']} order of round {e['round']} was changed"]
+                station.meanwhile.exactly = e.get("personal", 0)
                 try:
                     answer = station.handle(data)
                 except (InputError, TrainingError) as error:

@@ -37,6 +37,7 @@ from ..transport import wire
 from ..transport.messages import Order, Reply
 from .chain import AUDIT, LOG, ORDERS, Chain, digest, read
 from .data import Own
+from .meanwhile import Meanwhile
 
 MAGIC = b"fedstill-state-1"
 KEEP = 2  # rounds, as many as the hub keeps checkpoints
@@ -85,6 +86,8 @@ class Station:
             None  # of the run that is open: its id, and which of the hub's attempts at it
         )
         self._edge: Edge | None = None
+        self.meanwhile: Meanwhile = None  # type: ignore[assignment]  # of the run that is open
+        self._kept: Order | None = None  # the last order that changed what is kept, without what it sent
         self._last = (0, b"")  # the id of the last order that was carried out, and the reply
 
     def open(self, about: Mapping[str, Any]) -> None:
@@ -117,6 +120,7 @@ class Station:
         if kept is not None and kept[0]["attempt"] == attempt:
             self._put(kept[1])
             self._last = int(kept[0]["order"]), kept[2]
+            self._kept = Order("train", int(kept[0]["round"]), client, id=self._last[0])
             self.log(f"run {run}: goes on from what was kept")
         elif pending and kept is not None and int(kept[0]["order"]) == pending:
             self._put(kept[1])  # it will come again, and is answered by the reply that was kept
@@ -136,7 +140,9 @@ class Station:
         """Log an order and the reply, before it leaves."""
         if self.audit:
             files.write(self._run / AUDIT / ORDERS / f"{order.id}.bin", data)
-        about = {"kind": order.kind, "round": order.round, "order": order.id}
+        about: dict[str, Any] = {"kind": order.kind, "round": order.round, "order": order.id}
+        if self.meanwhile.on:
+            about["personal"] = self.meanwhile.told
         refused = bool(wire.decode(answer, Reply).refusal)
         self._chain.add("reply", **about, refused=refused, asked=digest(data), digest=digest(answer), durable=True)
         self._logged = order.id
@@ -151,7 +157,10 @@ class Station:
             return _refuse(order, "the personal model stays at the site")
         assert self._edge is not None
         try:
-            (reply,) = self._edge.handle([order])
+            if self.meanwhile.before(order) and self._kept is not None:
+                self._keep(self._kept, self._last[1])
+            (reply,) = [self.meanwhile.idle(order)] if order.kind == "idle" else self._edge.handle([order])
+            reply = self.meanwhile.after(order, reply)
         except (TrainingError, InputError, RuntimeError, MemoryError) as error:
             self.log(f"round {order.round}: {order.kind} failed: {error}")
             return _refuse(order, f"it failed: {first_line(error)}")
@@ -170,23 +179,28 @@ class Station:
         """Have the client begin anew."""
         self._edge = edge_of([self._sim]).edge
         self._edge.monitors = [self.monitor]
+        if self.meanwhile is not None:
+            self.meanwhile.abandon()
+        self.meanwhile, self._kept = Meanwhile(self._edge, self._sim, self._client), None
 
     def _state(self) -> Reply:
         """Return all that is kept for the client."""
         assert self._edge is not None
         (state,) = self._edge.handle([Order("state", 0, self._client)])
-        return state
+        report = {**state.report, "personal_steps": float(self.meanwhile.untold)} if self.meanwhile.on else state.report
+        return dataclasses.replace(state, report=report)
 
     def _put(self, state: bytes) -> None:
         """Put back what `_state` returned."""
         kept = wire.decode(state, Reply, self._sim.device)
+        self.meanwhile.untold = int(kept.report.get("personal_steps", 0))
         numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in kept.report.items()}
         assert self._edge is not None
         list(self._edge.handle([Order("restore", 0, self._client, {**kept.up, "report": numbers})]))
 
     def _keep(self, order: Order, answer: bytes) -> None:
         """Write what is kept now, with the reply that made it so."""
-        self._last = order.id, answer
+        self._last, self._kept = (order.id, answer), dataclasses.replace(order, down={})
         assert self.key is not None
         about = {"attempt": self.key[1], "order": order.id, "round": order.round}
         _write(self._run / "state.bin", about, wire.encode(self._state()), answer)
@@ -261,6 +275,7 @@ def attend(station: Station, talk: Talk, stop: threading.Event, on_known: Callab
             elif do == "open":
                 try:
                     station.open(answer["about"])
+                    station.meanwhile.start()
                 except (InputError, TrainingError) as error:
                     station.log(f"cannot take part: {error}")
                     talk({"do": "failed", "why": str(error)}, b"")
@@ -275,6 +290,7 @@ def attend(station: Station, talk: Talk, stop: threading.Event, on_known: Callab
                             station.log(f"the hub did not take a reply: {told['why']}")
                     except Unreachable:
                         stop.wait(PAUSE)
+                station.meanwhile.start()
             elif do == "refused":
                 raise InputError("site", Shown("refused by the hub"), str(answer.get("why")))
             elif do != "wait":

@@ -7,6 +7,7 @@ answers with the reply that it kept.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -139,10 +140,10 @@ class Ahead(Rounds):
         """After the last round, have personal training end, and count it."""
         if record["round"] < coordinator.task.rounds:
             return
-        here = set(coordinator.present())
-        orders = [coordinator.order("idle", coordinator.task, k, {}) for k in sorted(coordinator.touched) if k in here]
+        here, task = set(coordinator.present()), dataclasses.replace(coordinator.task, round=record["round"])
+        orders = [coordinator.order("idle", task, k, {}) for k in sorted(coordinator.touched) if k in here]
         replies = coordinator.sound((yield Request(orders)))
-        coordinator.gate.diverged(coordinator.task, replies)
+        coordinator.gate.diverged(task, replies)
         record["personal_steps"] += steps_of(replies)
 
 
