@@ -73,6 +73,9 @@ class Desk:
         self.refusals: list[dict[str, Any]] = []  # messages that were not taken, newest last
         self.opened: Open | None = None
         self.took: dict[str, float] = {}  # by site the seconds of its last training in the run that was open last
+        self.traffic: dict[
+            str, tuple[int, int]
+        ] = {}  # by site the bytes sent to it and received, in runs that are over
         self._changed = threading.Condition()
 
     def answer(self, site: str, header: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
@@ -156,6 +159,9 @@ class Desk:
         with self._changed:
             if self.opened is not None:
                 self.took = {name: box.took for name, box in self.opened.sites.boxes.items()}
+                for name, box in self.opened.sites.boxes.items():
+                    sent, received = self.traffic.get(name, (0, 0))
+                    self.traffic[name] = sent + box.sent, received + box.received
             self.opened = None
             self._changed.notify_all()
 
