@@ -267,8 +267,9 @@ def attend(station: Station, talk: Talk, stop: threading.Event, on_known: Callab
             if do == "hello":
                 about = {**station.own.about(), "machine": machine()}
                 answer, _ = talk({"do": "hello", "version": __version__, "about": about}, b"")
-                if answer.get("refused"):
-                    raise InputError("site", Shown("refused by the hub"), str(answer["refused"])[:300])
+                refused = answer.get("refused") or (answer.get("do") == "refused" and answer.get("why"))
+                if refused:
+                    raise InputError("site", Shown("refused by the hub"), str(refused)[:300])
                 greeted = True
                 station.log("the hub knows this site")
                 on_known()
