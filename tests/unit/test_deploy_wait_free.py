@@ -275,6 +275,8 @@ def test_apfl_is_refused_in_one_line() -> None:
     """Its two models take their steps together: in simulated time alone they can be told apart."""
     with pytest.raises(InputError, match=r"wait_free = 'fixed': should be 'off' for apfl in a deployment: .*together"):
         hubs.check(Experiment(method=fs.APFL(), **{**HELD, **FIXED}))
+    with pytest.raises(InputError, match=r"wait_free = 'fixed': should be 'off' with privacy 'local'"):
+        hubs.check(Experiment(method=fs.Ditto(), **{**HELD, **FIXED, "privacy": "local"}))
     for name in ("fedavg", "pfedme"):
         training = Training(**{**SETTINGS, **UNTIL, "participation": 1.0})
         with pytest.raises(InputError, match="wait_free"):

@@ -278,6 +278,9 @@ def check(experiment: Experiment) -> Experiment:
             "its personal model takes its steps together with the one that goes up, so none is left when that has gone"
         )
         raise InputError("wait_free", experiment.wait_free, f"'off' for {experiment.method.id} in a deployment: {why}")
+    if experiment.wait_free != "off" and experiment.privacy != "off":
+        right = f"'off' with privacy {experiment.privacy!r}: a site tells no more than its uploads and scores"
+        raise InputError("wait_free", experiment.wait_free, right)
     for name, why in LOCAL_ONLY.items():
         if getattr(experiment, name) != getattr(plain, name):
             raise InputError(name, getattr(experiment, name), f"{getattr(plain, name)!r} in a deployment: {why}")
@@ -361,7 +364,9 @@ def canary(desk: Desk, experiment: Experiment, names: Sequence[str], folder: Pat
     ]
     if not wrong:
         try:
-            history = run(desk, dataclasses.replace(experiment, rounds=1), names, folder).history
+            history = run(
+                desk, dataclasses.replace(experiment, rounds=1, mode="sync", wait_free="off"), names, folder
+            ).history
             away = set(range(len(names))) - set(history[0]["participants"])
             wrong += [f"site {names[k]!r} did not count: {_why(desk, names[k])}" for k in sorted(away)]
             rows = [{**row, "seconds": round(desk.took[row["site"]], 2)} for row in rows]
