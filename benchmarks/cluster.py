@@ -1,10 +1,10 @@
-"""Seconds a round on 1 and on 2 ranks of this machine, and what communication takes on more, computed from measured bytes.
+"""The tables of docs/cluster.md: seconds a round on 1 and 2 ranks of this machine, and what communication takes on more.
 
     python benchmarks/cluster.py [--model cnn-fmnist] [--clients 20] [--rounds 4] [--repeats 3]
 
-Starts itself under torchrun, one thread a rank, 1 and 2 ranks in turn. The data are drawn: what is measured is time. The table
-for more ranks takes a rank's training seconds as measured and divides the clients among the ranks; the model goes down by a
-binomial tree, one mean a rank comes up over the link of rank 0.
+Starts itself under torchrun, one thread a rank, 1 and 2 ranks in turn. The data are drawn: what is measured is time and bytes.
+The tables for more ranks are computed: a model goes down by a binomial tree, and what comes up passes the link of rank 0. Where
+uploads are reduced that is one model from each other rank, else one from each client there.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 RANKS = (10, 100, 1000)
+CLIENTS = 10  # that take part in a round, a rank
 LINKS = {"1 Gbit/s": 0.125e9, "10 Gbit/s": 1.25e9, "100 Gbit/s": 12.5e9}
 
 
@@ -84,22 +86,42 @@ def main() -> None:
             for ranks, found in rows.items():
                 found.append(start(ranks, argv))
     seconds = {ranks: min(row["train_seconds"] for row in found) for ranks, found in rows.items()}
-    carried = min(row["communication_seconds"] for row in rows[2])
+    carried = {ranks: min(row["communication_seconds"] for row in found) for ranks, found in rows.items()}
     size, one = rows[1][0]["bytes_down"], seconds[1] / args.clients
-    print(
-        f"{args.model}, {args.clients} clients, {args.samples} samples each, one epoch; a model of {size / 1e6:.2f} MB"
-    )
+    rate = moved(2, size) / carried[2]  # packing and unpacking included
+    links = {f"as here ({rate / 1e6:.0f} MB/s)": rate, **LINKS}
+    about = f"{args.model}, {args.clients} clients of {args.samples} samples, one epoch"
+    print(f"{about}; a model of {size / 1e6:.2f} MB, {1e3 * one:.0f} ms of a core a client and round\n")
+    print("| ranks | seconds a round | times as fast | of it carrying messages |\n|---|---|---|---|")
     for ranks, value in seconds.items():
-        print(f"{ranks} rank{'s' * (ranks > 1)}: {value:.3f} s a round, {seconds[1] / value:.2f}×")
-    print(f"of it carrying messages on 2 ranks: {carried * 1e3:.1f} ms ({carried / seconds[2]:.1%})")
-    print(f"\ncommunication's share of a round, computed: 10 clients a rank of {one * 1e3:.0f} ms each")
-    print("| ranks | " + " | ".join(LINKS) + " |")
+        print(f"| {ranks} | {value:.3f} | {seconds[1] / value:.2f} | {1e3 * carried[ranks]:.1f} ms |")
+    print(f"\n{CLIENTS} clients a rank: seconds of a round that messages take, by the speed of rank 0's link\n")
+    for line in taken(size, links=links):
+        print(line)
+    print(f"\nand their share of the round, if each client trains {1e3 * one:.0f} ms\n")
+    for line in taken(size, CLIENTS * one, links):
+        print(line)
+
+
+def moved(ranks: int, size: float, clients: int = 1) -> float:
+    """Return the bytes that one after another pass in a round: the model down a tree, one model up from each of the other ranks
+    (where uploads are not reduced, from each of so many `clients` there).
+
+    >>> moved(8, 1.0), moved(8, 1.0, 10)
+    (10.0, 73.0)
+    """
+    return math.ceil(math.log2(ranks)) * size + (ranks - 1) * clients * size
+
+
+def taken(size: float, work: float = 0.0, links: Mapping[str, float] = LINKS) -> list[str]:
+    """Return the lines of a table: seconds by ranks and links or, with seconds of `work`, the share of a round."""
+    head = [f"{link}{', each upload by itself' if each else ''}" for each in (False, True) for link in links]
+    lines = [f"| ranks | {' | '.join(head)} |", "|---" * (1 + len(head)) + "|"]
     for ranks in RANKS:
-        shares = []
-        for rate in LINKS.values():
-            moving = math.ceil(math.log2(ranks)) * size / rate + (ranks - 1) * size / rate
-            shares.append(f"{moving / (moving + 10 * one):.1%}")
-        print(f"| {ranks} | " + " | ".join(shares) + " |")
+        waits = [moved(ranks, size, CLIENTS if each else 1) / rate for each in (False, True) for rate in links.values()]
+        cells = [f"{wait / (wait + work):.1%}" if work else f"{wait:.3g} s" for wait in waits]
+        lines.append(f"| {ranks:,} | {' | '.join(cells)} |")
+    return lines
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import torch
 
 import fedstill as fs
 from fedstill import models
+from fedstill.cli import main
 from fedstill.run import cluster
 from fedstill.run.prepare import federation_of, from_experiment, prepare
 from fedstill.transport import parcel
@@ -149,6 +151,55 @@ def test_without_torchrun_it_is_refused_in_one_line() -> None:
     command[-1:] = ["local", "--backend", "gloo"]
     done = subprocess.run(command, capture_output=True, text=True, env=ENV)
     assert done.stderr == "fedstill: --backend = 'gloo': should be left out without --transport cluster\n"
+
+
+@pytest.mark.skipif(torch.distributed.is_mpi_available(), reason="this torch has MPI")
+def test_mpi_is_refused_in_one_line_where_torch_has_none() -> None:
+    done = torchrun(1, "-m", "fedstill", "run", "fedavg", "--transport", "cluster", "--backend", "mpi")
+    line = "fedstill: backend = 'mpi': should be gloo or nccl: this torch was built without MPI"
+    assert [text for text in done.stderr.splitlines() if text.startswith("fedstill: ")] == [line]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--mode fedbuff --buffer 2 --participation 0.7", "--wait-free until-download"],
+    ids=["fedbuff", "wait-free"],
+)
+def test_simulated_time_passes_alike_on_ranks(flags: str, tmp_path: Path) -> None:
+    words = (
+        "run", "ditto", "--clients", "6", "--rounds", "4", "--epochs", "1", "--dtype", "float64", "--engine", "one",
+        "--profile", "lognormal:0.6", *flags.split(),
+    )  # fmt: skip
+    assert main([*words, "--out", str(tmp_path / "one")]) == 0
+    done = torchrun(2, "-m", "fedstill", *words, "--transport", "cluster", "--out", str(tmp_path / "spread"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(weights(tmp_path / "one", 4)) == 1
+    assert weights(tmp_path / "one", 4) == weights(tmp_path / "spread", 4)
+    times = [
+        [json.loads(line)["time"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "spread")
+    ]
+    assert times[0] == times[1]
+
+
+def test_real_seconds_are_a_deployments() -> None:
+    done = torchrun(
+        1, "-m", "fedstill", "run", "ditto", "--mode", "fedbuff", "--profile", "real", "--transport", "cluster"
+    )
+    assert "profile = 'real': should be 'uniform'" in done.stderr
+
+
+def test_the_table_for_many_ranks_is_what_passes_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 MB, 100 ranks: 7 models down the tree, 99 up; or those of 10 clients each."""
+    monkeypatch.syspath_prepend(str(HERE.parents[1] / "benchmarks"))
+    bench = importlib.import_module("cluster")
+    assert bench.moved(100, 8e6) == (7 + 99) * 8e6
+    assert bench.moved(100, 8e6, 10) == (7 + 990) * 8e6
+    row = next(line for line in bench.taken(8e6) if line.startswith("| 100 |"))
+    cells = [float(cell.removesuffix(" s ")) for cell in row.split("|")[2:-1]]
+    assert cells == pytest.approx([n * 8e6 / rate for n in (106, 997) for rate in (0.125e9, 1.25e9, 12.5e9)], rel=5e-3)
+    row = next(line for line in bench.taken(8e6, 10.0) if line.startswith("| 100 |"))
+    assert row.split("|")[2].strip() == f"{6.784 / 16.784:.1%}"
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------

@@ -72,6 +72,15 @@ def test_from_nothing_to_a_run_and_a_revocation(here: Path, capsys: Any) -> None
     assert "personal.safetensors" in said(capsys, "site", "status", "--folder", "one")
     assert "as they were, to the bit" in said(capsys, "hub", "audit", "first", "--folder", "hub")
     assert said(capsys, "site", "audit", "--folder", "one").count("to the bit") == 2  # the canary's run, too
+    out = said(
+        capsys, "hub", "run", "ditto", "--folder", "hub", "--rounds", "2", "--mode", "fedasync", "--name", "second"
+    )
+    assert "round 2/2: personal" in out
+    assert 'profile = "real"' in (here / "hub" / "runs" / "second" / "experiment.toml").read_text()
+    message = said(
+        capsys, "hub", "run", "ditto", "--folder", "hub", "--mode", "fedbuff", "--profile", "uniform", status=2
+    )
+    assert "profile = 'uniform': should be 'real' in a deployment" in message
     (upload,) = (here / "hub" / "runs" / "first" / "run" / "audit" / "replies").glob("000002-*-train-*")
     upload.write_bytes(upload.read_bytes()[:-1] + b"x")
     wrong = said(capsys, "hub", "audit", "first", "--folder", "hub", status=1)

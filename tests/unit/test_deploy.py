@@ -63,7 +63,7 @@ class Party:
     """Sites as threads of this process."""
 
     def __init__(self, federation: Federation, folder: Path, hold: float = 0.2) -> None:
-        self.federation, self.folder = federation, folder
+        self.federation, self.folder, self.station = federation, folder, OneAtATime
         self.desk = hubs.Desk(hold=hold)
         self.stops: dict[str, threading.Event] = {}
         self.threads: dict[str, threading.Thread] = {}
@@ -73,7 +73,7 @@ class Party:
 
     def start(self, name: str) -> None:
         own = Own(self.federation.clients[NAMES.index(name)], self.federation.classes)
-        station = OneAtATime(self.folder / name, own, device="cpu", monitor=self.monitors.get(name), audit=True)
+        station = self.station(self.folder / name, own, device="cpu", monitor=self.monitors.get(name), audit=True)
 
         def talk(header: Any, body: bytes) -> Any:
             if name in self.cut:

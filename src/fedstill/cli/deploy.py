@@ -25,7 +25,7 @@ HUB_WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
         "METHOD|FILE.toml: look at every site and make one round, before the real run",
         ("sites", "wait"),
     ),
-    "status": ("show who is here, the round, and what was refused", ()),
+    "status": ("show who is here, the round, and what was refused", ("web",)),
     "audit": ("RUN: check a run's log and records, and merge what was kept again", ()),
     "stop": ("stop the hub; nothing is lost", ()),
     "revoke": ("NAME: refuse a site from now on", ()),

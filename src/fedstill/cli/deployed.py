@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 from .. import data as sources
 from ..core import files, reading
 from ..core.errors import InputError, Shown, TrainingError
+from ..core.training import REAL
 from ..data import Federation
-from ..deploy import audit, demo, hub, jobs, process
+from ..deploy import audit, demo, hub, jobs, process, web
 from ..deploy.certificates import fingerprint, read
 from ..deploy.data import Own
 from ..deploy.folders import Hub, Site
@@ -67,6 +69,8 @@ def _asked(given: Mapping[str, Any], words: Sequence[str]) -> tuple[Hub, Experim
     made = Hub.at(_folder(given, HUB))
     base = train._base(what)
     own = {name: value for name, value in given.items() if name not in OPTIONS and name not in SWITCHES}
+    if "mode" in own or "wait_free" in own:
+        own.setdefault("profile", REAL)
     with flags.named(own):
         experiment = plan([base.method], base, own, "run").first
     hub.check(experiment)
@@ -122,6 +126,9 @@ def _hub_canary(given: Mapping[str, Any], words: Sequence[str]) -> None:
 
 def _hub_status(given: Mapping[str, Any], words: Sequence[str]) -> None:
     made = Hub.at(_folder(given, HUB))
+    if "web" in given:
+        _show(made, flags.whole_number(given, "web", 0, 0))
+        return
     at_work = process.running(made.folder)
     say(f"hub {made.name} on {made.host}:{made.port}: {f'at work (process {at_work})' if at_work else 'stopped'}")
     try:
@@ -139,6 +146,15 @@ def _hub_status(given: Mapping[str, Any], words: Sequence[str]) -> None:
         say(f"  {name:<20} revoked")
     for refused in status["refused"][-5:]:
         say(f"  refused: {refused['site']}: {refused['reason']}")
+
+
+def _show(made: Hub, port: int) -> None:
+    """Show the hub's page until Ctrl-C."""
+    if port > 65535:
+        raise InputError("--web", port, "from 1 to 65535, or 0 for any that is free")
+    with web.server(made, port) as server, contextlib.suppress(KeyboardInterrupt):
+        say(f"hub {made.name}: http://{web.HOST}:{server.server_port} (this machine only; Ctrl-C ends it)")
+        server.serve_forever()
 
 
 def _hub_audit(given: Mapping[str, Any], words: Sequence[str]) -> None:

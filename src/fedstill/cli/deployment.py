@@ -13,6 +13,7 @@ OPTIONS = {  # by flag: its value's name, and its help
     "split": ("A/B", "divides data without a test part of its own into train and test [default 80/20]"),
     "site_device": ("DEVICE", "auto, cpu, cuda or cuda:N [default auto]"),
     "monitor": ("CONDITIONS", "work only if these hold, as battery>20,load<0.8"),
+    "web": ("PORT", "show it as a page on http://127.0.0.1:PORT instead, for this machine alone, until Ctrl-C"),
     "sites": ("NAMES", "the sites that take part, joined by commas; for deploy-demo their number [default all, 3]"),
     "wait": ("SECONDS", "how long sites that are away are waited for before the first round [default 120]"),
     "round_deadline": (

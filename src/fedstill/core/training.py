@@ -14,9 +14,11 @@ from typing import Literal
 from .errors import InputError
 from .settings import Group, setting
 
-ONLY_TIMED = (  # what needs a profile of devices
-    "availability", "drop", "min_battery", "max_load", "min_memory", "deadline", "over_select", "late", "mode", "wait_free",
+REAL = "real"  # the profile of a deployment: its clients are real, and so are the seconds
+ONLY_SIMULATED = (  # what needs a profile of simulated devices
+    "availability", "drop", "min_battery", "max_load", "min_memory", "deadline", "over_select", "late",
 )  # fmt: skip
+ONLY_TIMED = (*ONLY_SIMULATED, "mode", "wait_free")  # what needs a profile
 ONLY_SYNCHRONOUS = (  # what needs rounds that end
     "min_battery", "max_load", "min_memory", "deadline", "over_select", "minimum", "late", "wait_free",
 )  # fmt: skip
@@ -139,7 +141,8 @@ class Timing(Group):
 
     profile: str = setting(
         "",
-        "simulate time on these devices: uniform, lognormal:σ, file:devices.csv; empty: no simulated time",
+        "simulate time on these devices: uniform, lognormal:σ, file:devices.csv; empty: no simulated time; "
+        "real: a deployment's own",
         group="time",
     )
     availability: float = setting(
@@ -196,7 +199,14 @@ class Timing(Group):
         if self.mode != "sync":
             self.require_defaults(ONLY_SYNCHRONOUS, f"with mode {self.mode!r}, which has no rounds that end")
         if not self.profile:
-            self.require_defaults(ONLY_TIMED, "without a profile of devices, as uniform")
+            self.require_defaults(ONLY_TIMED, f"without a profile of devices, as uniform (in a deployment: {REAL})")
+        if self.profile == REAL:
+            self.require_defaults(ONLY_SIMULATED, f"with profile {REAL!r}: only devices that are simulated have it")
+
+    @property
+    def simulates_time(self) -> bool:
+        """Whether the run has a simulated clock."""
+        return self.profile not in ("", REAL)
 
     def unused(self) -> dict[str, str]:
         """Return what belongs to late replies, to another mode, or to wait-free training until the next download."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,16 @@ class Replay:
     """Makes a transport that answers with the replies that were kept (`run/session.Elsewhere`)."""
 
     seconds = 0.0
+    live = True
 
-    def __init__(self, names: Sequence[str], kept: Mapping[tuple[int, str, int], bytes]) -> None:
+    def __init__(
+        self, names: Sequence[str], kept: Mapping[tuple[int, str, int], bytes], arrivals: Sequence[int] = ()
+    ) -> None:
+        """`arrivals` are the clients whose replies to `train` were merged as they arrived, in that order, over all rounds."""
         self.names, self.kept = names, kept
-        self._replies: list[Reply] = []
+        self._arrivals = deque(arrivals)
+        self._trained: dict[int, Reply] = {}
+        self._others: deque[Reply] = deque()
 
     def share(self, clients: int) -> frozenset[int]:
         """Return the clients that this process holds: none."""
@@ -51,15 +58,25 @@ class Replay:
         """Answer with what was kept; an order that nobody answered then is not answered now."""
         for order in orders:
             data = self.kept.get((order.round, order.kind, order.client))
+            if data is None and not (self._arrivals and order.kind == "train"):
+                continue
+            reply = Reply("train", order.round, order.client, fault="its reply was not kept")
             if data is not None:
                 reply = wire.decode(data, Reply)
-                answer = Reply(reply.kind, reply.round, reply.client, reply.up, reply.report, order=order.id)
-                self._replies.append(dataclasses.replace(answer, refusal=reply.refusal))
+            answer = Reply(order.kind, reply.round, reply.client, reply.up, reply.report, order=order.id)
+            answer = dataclasses.replace(answer, refusal=reply.refusal, fault=reply.fault)
+            if order.kind == "train":
+                self._trained[order.client] = answer
+            else:
+                self._others.append(answer)
 
     def replies(self, timeout: float | None = None) -> Iterator[Reply]:
-        """Yield the replies."""
-        replies, self._replies = self._replies, []
-        yield from replies
+        """Yield the replies, those to `train` in the order in which they were merged where that is known."""
+        while self._others or self._trained:
+            if self._others:
+                yield self._others.popleft()
+            else:
+                yield self._trained.pop(self._arrivals.popleft() if self._arrivals else next(iter(self._trained)))
 
     def alive(self) -> Sequence[int]:
         """Return every site."""
@@ -81,11 +98,14 @@ def of_hub(folder: Path) -> list[str]:
             wrong.append(f"the record of round {number} was changed")
     if not (folder / REPLIES).exists():
         return [*wrong, "no replies were kept ('fedstill hub run --audit' keeps them): nothing can be merged again"]
+    arrived = [k for record in records for k in json.loads(record).get("answered", ())]  # asynchronous: in which order
     kept: dict[tuple[int, str, int], bytes] = {}
     for e in entries:
-        if e["what"] != "reply" or e["kind"] not in ("train", "score", "state"):
+        if e["what"] != "reply" or e["kind"] not in ("train", "begin", "idle", "score", "state"):
             continue
-        if e["round"] not in rounds or e["attempt"] != _attempt(e, rounds):
+        if arrived and e["kind"] == "train":
+            pass  # the round in which it was given out says nothing of when it counted; of several the last one did
+        elif e["round"] not in rounds or e["attempt"] != _attempt(e, rounds):
             continue
         file = reply_file(folder, e["attempt"], e["round"], e["kind"], e["site"])
         data = file.read_bytes() if file.exists() else b""
@@ -101,7 +121,7 @@ def of_hub(folder: Path) -> list[str]:
     experiment = Experiment.from_toml(run / "experiment.toml")
     with tempfile.TemporaryDirectory() as scratch:
         federation = skeleton(names, about["abouts"])
-        replay = Replay(names, kept)
+        replay = Replay(names, kept, arrived)
         again = simulation.run(experiment, out=Path(scratch) / "run", federation=federation, transport=replay)
     merged = dict(tree.leaves(checkpoint.state()["server"]))
     for name, leaf in tree.leaves(again.server):
@@ -144,6 +164,7 @@ def of_site(folder: Path, own: Own, device: str = "cpu") -> list[str]:
                 data = file.read_bytes() if file.exists() else b""
                 if digest(data) != e["asked"]:
                     return [f"the kept {e['kind']} order of round {e['round']} was changed"]
+                station.meanwhile.exactly = e.get("personal", 0)
                 try:
                     answer = station.handle(data)
                 except (InputError, TrainingError) as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,15 +39,17 @@ class Chain:
         if len(whole) < len(data):
             os.truncate(path, len(whole))
         self._before = digest(whole.splitlines()[-1]) if whole else FIRST
+        self._adding = threading.Lock()
 
     def add(self, what: str, *, durable: bool = False, **fields: Any) -> None:
         """Add a line; with `durable` it, and all before, are on the disk afterwards."""
-        line = json.dumps({"what": what, **fields, "before": self._before}, sort_keys=True).encode()
-        with self.path.open("ab", buffering=0) as file:
-            file.write(line + b"\n")
-            if durable:
-                os.fsync(file.fileno())
-        self._before = digest(line)
+        with self._adding:  # replies arrive while a round's end is logged
+            line = json.dumps({"what": what, **fields, "before": self._before}, sort_keys=True).encode()
+            with self.path.open("ab", buffering=0) as file:
+                file.write(line + b"\n")
+                if durable:
+                    os.fsync(file.fileno())
+            self._before = digest(line)
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:

@@ -16,6 +16,7 @@ import torch
 
 from ..core import files, tree
 from ..core.errors import InputError, Shown, TrainingError
+from ..core.training import REAL
 from ..core.version import __version__
 from ..data import Federation
 from ..edge.edge import Edge
@@ -26,6 +27,7 @@ from ..run.journal import Journal
 from ..run.prepare import Simulation
 from ..run.result import Run
 from ..server.coordinator import Record
+from ..timing.live import orders_of
 from ..transport.messages import Order
 from ..transport.sites import Sites
 from .chain import AUDIT, LOG, Chain, digest, read, record_digest, reply_file
@@ -36,7 +38,7 @@ DEPLOYMENT = (
 )
 SLACK = 8 << 20  # bytes that a reply may have beside its tensors
 LOCAL_ONLY = {  # fields that only a simulation can have, and why
-    **dict.fromkeys(("profile", "attack", "mode", "wait_free"), "sites are real"),
+    "attack": "sites are real",
     **dict.fromkeys(("new", "averaged", "external", "newcomers"), "each site scores on its own data"),
     "privacy": "its noise is drawn from the seed, which every site knows",
 }
@@ -71,6 +73,9 @@ class Desk:
         self.refusals: list[dict[str, Any]] = []  # messages that were not taken, newest last
         self.opened: Open | None = None
         self.took: dict[str, float] = {}  # by site the seconds of its last training in the run that was open last
+        self.traffic: dict[
+            str, tuple[int, int]
+        ] = {}  # by site the bytes sent to it and received, in runs that are over
         self._changed = threading.Condition()
 
     def answer(self, site: str, header: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
@@ -137,7 +142,8 @@ class Desk:
             return {"do": "wait"}, b""
         if header.get("run") != now.key:
             k = now.sites.names.index(site)
-            own = {name: value for name, value in now.about.items() if name != "checksums"}
+            own = {name: value for name, value in now.about.items() if name not in ("checksums", "pending")}
+            own["pending"] = now.about["pending"].get(str(k), [0, 0])  # the id and the round of the order under way
             return {"do": "open", "about": {**own, "client": k, "checksum": now.about["checksums"][k]}}, b""
         data = now.sites.next(site, self.hold)
         return ({"do": "wait"}, b"") if data is None else ({"do": "order", "run": now.key}, data)
@@ -153,12 +159,17 @@ class Desk:
         with self._changed:
             if self.opened is not None:
                 self.took = {name: box.took for name, box in self.opened.sites.boxes.items()}
+                for name, box in self.opened.sites.boxes.items():
+                    sent, received = self.traffic.get(name, (0, 0))
+                    self.traffic[name] = sent + box.sent, received + box.received
             self.opened = None
             self._changed.notify_all()
 
 
 class Deployment:
     """Makes the transport of one run whose clients are sites (`run/session.Elsewhere`)."""
+
+    live = True
 
     def __init__(
         self, desk: Desk, names: Sequence[str], folder: Path, deadline: float | None = None, audit: bool = False
@@ -182,10 +193,15 @@ class Deployment:
         largest = sum(leaf.nbytes for _, leaf in tree.leaves(sim.initial))
         begun = self._begin()
         limit = 8 * largest + SLACK
-        sites = Sites(self.names, limit=limit, patience=self.deadline, refused=self.desk.refuse, noted=self._note)
+        standing = sim.training.mode != "sync"
+        patience, desk = self.deadline, self.desk
+        sites = Sites(
+            self.names, limit=limit, patience=patience, refused=desk.refuse, noted=self._note, standing=standing
+        )
         about = {"experiment": sim.experiment.to_toml(), "clients": len(self.names), "classes": self._classes}
         sums = [self.desk.known[name].about["checksum"] for name in self.names]
-        self.desk.open(sites, {**begun, **about, "checksums": sums})
+        pending = {str(k): [order.id, order.round] for k, order in self._pending.items()}
+        self.desk.open(sites, {**begun, **about, "checksums": sums, "pending": pending})
         return sites
 
     def federation(self) -> Federation:
@@ -211,6 +227,8 @@ class Deployment:
         journal, self._attempt = Journal(self.folder), int(about["attempt"])
         checkpoint = journal.load(torch.device("cpu"))
         round = checkpoint.round if checkpoint else 0
+        timing = checkpoint.state().get("timing", {}) if checkpoint else {}
+        self._pending = orders_of(timing)  # under way when that was kept: they will be given out again
         self._begin_log(journal.history()[:round])
         return {"run": about["run"], "attempt": about["attempt"], "round": round}
 
@@ -253,6 +271,16 @@ class Deployment:
 def check(experiment: Experiment) -> Experiment:
     """Return an experiment as a deployment runs it; refuse what only a simulation can do."""
     plain = Experiment()
+    if experiment.simulates_time:
+        raise InputError("profile", experiment.profile, f"{REAL!r} in a deployment, or left out: sites are real")
+    if experiment.wait_free != "off" and experiment.method.personal_passes:
+        why = (
+            "its personal model takes its steps together with the one that goes up, so none is left when that has gone"
+        )
+        raise InputError("wait_free", experiment.wait_free, f"'off' for {experiment.method.id} in a deployment: {why}")
+    if experiment.wait_free != "off" and experiment.privacy != "off":
+        right = f"'off' with privacy {experiment.privacy!r}: a site tells no more than its uploads and scores"
+        raise InputError("wait_free", experiment.wait_free, right)
     for name, why in LOCAL_ONLY.items():
         if getattr(experiment, name) != getattr(plain, name):
             raise InputError(name, getattr(experiment, name), f"{getattr(plain, name)!r} in a deployment: {why}")
@@ -336,7 +364,9 @@ def canary(desk: Desk, experiment: Experiment, names: Sequence[str], folder: Pat
     ]
     if not wrong:
         try:
-            history = run(desk, dataclasses.replace(experiment, rounds=1), names, folder).history
+            history = run(
+                desk, dataclasses.replace(experiment, rounds=1, mode="sync", wait_free="off"), names, folder
+            ).history
             away = set(range(len(names))) - set(history[0]["participants"])
             wrong += [f"site {names[k]!r} did not count: {_why(desk, names[k])}" for k in sorted(away)]
             rows = [{**row, "seconds": round(desk.took[row["site"]], 2)} for row in rows]

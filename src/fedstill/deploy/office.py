@@ -125,13 +125,14 @@ class Office:
         for name in self.hub.sites():
             seen = self.desk.known.get(name)
             box = opened.sites.boxes.get(name) if opened is not None else None
+            sent, received = self.desk.traffic.get(name, (0, 0))
             sites[name] = {
                 "state": "never seen" if seen is None else "here" if now - seen.at < GONE else "away",
                 "seen": None if seen is None else round(seen.at, 1),
                 "samples": None if seen is None else seen.about["sizes"].get("train"),
                 "works": bool(box and box.orders),
-                "sent": box.sent if box else 0,
-                "received": box.received if box else 0,
+                "sent": sent + (box.sent if box else 0),
+                "received": received + (box.received if box else 0),
             }
         head = {"hub": self.hub.name, "version": __version__, "at": round(now, 1)}
         return {**head, "run": self.now, "sites": sites, "refused": self.desk.refusals[-20:]}

@@ -37,12 +37,22 @@ from ..transport import wire
 from ..transport.messages import Order, Reply
 from .chain import AUDIT, LOG, ORDERS, Chain, digest, read
 from .data import Own
+from .meanwhile import Meanwhile
 
 MAGIC = b"fedstill-state-1"
 KEEP = 2  # rounds, as many as the hub keeps checkpoints
 WORKING = ("train", "begin", "idle")  # orders that change what is kept
 Log = Callable[[str], None]
-OPENING = ("run", "attempt", "round", "client", "clients", "classes", "experiment")  # what the hub says of a run
+OPENING = (
+    "run",
+    "attempt",
+    "round",
+    "client",
+    "clients",
+    "classes",
+    "experiment",
+    "pending",
+)  # what the hub says of a run
 Kept: TypeAlias = tuple[dict[str, Any], bytes, bytes]  # what a file says of itself, the client's state, the last reply
 Talk: TypeAlias = Callable[[Mapping[str, Any], bytes], tuple[dict[str, Any], bytes]]
 """Sends the hub a message, a header and bytes, and returns its answer; raises `Unreachable`."""
@@ -76,6 +86,8 @@ class Station:
             None  # of the run that is open: its id, and which of the hub's attempts at it
         )
         self._edge: Edge | None = None
+        self.meanwhile: Meanwhile = None  # type: ignore[assignment]  # of the run that is open
+        self._kept: Order | None = None  # the last order that changed what is kept, without what it sent
         self._last = (0, b"")  # the id of the last order that was carried out, and the reply
 
     def open(self, about: Mapping[str, Any]) -> None:
@@ -99,17 +111,22 @@ class Station:
         entries, _ = read(audit / LOG) if (audit / LOG).exists() else ([], [])
         self._logged = next((entry["order"] for entry in reversed(entries) if entry["what"] == "reply"), 0)
         self._chain = Chain(audit / LOG)
-        self._chain.add("open", about={name: about[name] for name in OPENING})
+        self._chain.add("open", about={name: about[name] for name in OPENING if name in about})
         self._run, self.key, self._last = self.folder / run, (run, attempt), (0, b"")
         files.make_folder(self._run)
         self._reset()
         kept = _unseal(self._run / "state.bin")
+        pending, began = about.get("pending", (0, 0))  # an order of an earlier attempt that the hub still waits for
         if kept is not None and kept[0]["attempt"] == attempt:
             self._put(kept[1])
             self._last = int(kept[0]["order"]), kept[2]
+            self._kept = Order("train", int(kept[0]["round"]), client, id=self._last[0])
             self.log(f"run {run}: goes on from what was kept")
-        elif int(about["round"]):
-            self._go_back(int(about["round"]), kept)
+        elif pending and kept is not None and int(kept[0]["order"]) == pending:
+            self._put(kept[1])  # it will come again, and is answered by the reply that was kept
+            self._last = pending, kept[2]
+        elif pending or int(about["round"]):
+            self._go_back(int(began) - 1 if pending else int(about["round"]), kept)
 
     def handle(self, data: bytes) -> bytes:
         """Carry out an order, once, and return the reply."""
@@ -123,7 +140,9 @@ class Station:
         """Log an order and the reply, before it leaves."""
         if self.audit:
             files.write(self._run / AUDIT / ORDERS / f"{order.id}.bin", data)
-        about = {"kind": order.kind, "round": order.round, "order": order.id}
+        about: dict[str, Any] = {"kind": order.kind, "round": order.round, "order": order.id}
+        if self.meanwhile.on:
+            about["personal"] = self.meanwhile.told
         refused = bool(wire.decode(answer, Reply).refusal)
         self._chain.add("reply", **about, refused=refused, asked=digest(data), digest=digest(answer), durable=True)
         self._logged = order.id
@@ -138,7 +157,10 @@ class Station:
             return _refuse(order, "the personal model stays at the site")
         assert self._edge is not None
         try:
-            (reply,) = self._edge.handle([order])
+            if self.meanwhile.before(order) and self._kept is not None:
+                self._keep(self._kept, self._last[1])
+            (reply,) = [self.meanwhile.idle(order)] if order.kind == "idle" else self._edge.handle([order])
+            reply = self.meanwhile.after(order, reply)
         except (TrainingError, InputError, RuntimeError, MemoryError) as error:
             self.log(f"round {order.round}: {order.kind} failed: {error}")
             return _refuse(order, f"it failed: {first_line(error)}")
@@ -157,23 +179,28 @@ class Station:
         """Have the client begin anew."""
         self._edge = edge_of([self._sim]).edge
         self._edge.monitors = [self.monitor]
+        if self.meanwhile is not None:
+            self.meanwhile.abandon()
+        self.meanwhile, self._kept = Meanwhile(self._edge, self._sim, self._client), None
 
     def _state(self) -> Reply:
         """Return all that is kept for the client."""
         assert self._edge is not None
         (state,) = self._edge.handle([Order("state", 0, self._client)])
-        return state
+        report = {**state.report, "personal_steps": float(self.meanwhile.untold)} if self.meanwhile.on else state.report
+        return dataclasses.replace(state, report=report)
 
     def _put(self, state: bytes) -> None:
         """Put back what `_state` returned."""
         kept = wire.decode(state, Reply, self._sim.device)
+        self.meanwhile.untold = int(kept.report.get("personal_steps", 0))
         numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in kept.report.items()}
         assert self._edge is not None
         list(self._edge.handle([Order("restore", 0, self._client, {**kept.up, "report": numbers})]))
 
     def _keep(self, order: Order, answer: bytes) -> None:
         """Write what is kept now, with the reply that made it so."""
-        self._last = order.id, answer
+        self._last, self._kept = (order.id, answer), dataclasses.replace(order, down={})
         assert self.key is not None
         about = {"attempt": self.key[1], "order": order.id, "round": order.round}
         _write(self._run / "state.bin", about, wire.encode(self._state()), answer)
@@ -240,14 +267,16 @@ def attend(station: Station, talk: Talk, stop: threading.Event, on_known: Callab
             if do == "hello":
                 about = {**station.own.about(), "machine": machine()}
                 answer, _ = talk({"do": "hello", "version": __version__, "about": about}, b"")
-                if answer.get("refused"):
-                    raise InputError("site", Shown("refused by the hub"), str(answer["refused"])[:300])
+                refused = answer.get("refused") or (answer.get("do") == "refused" and answer.get("why"))
+                if refused:
+                    raise InputError("site", Shown("refused by the hub"), str(refused)[:300])
                 greeted = True
                 station.log("the hub knows this site")
                 on_known()
             elif do == "open":
                 try:
                     station.open(answer["about"])
+                    station.meanwhile.start()
                 except (InputError, TrainingError) as error:
                     station.log(f"cannot take part: {error}")
                     talk({"do": "failed", "why": str(error)}, b"")
@@ -262,6 +291,7 @@ def attend(station: Station, talk: Talk, stop: threading.Event, on_known: Callab
                             station.log(f"the hub did not take a reply: {told['why']}")
                     except Unreachable:
                         stop.wait(PAUSE)
+                station.meanwhile.start()
             elif do == "refused":
                 raise InputError("site", Shown("refused by the hub"), str(answer.get("why")))
             elif do != "wait":

@@ -161,6 +161,18 @@ class Edge:
                 self.copies[done.client] = done.memory, order.round
             yield self._reply(order, report=_report(done))
 
+    def idle_work(self, slot: int, steps: int = 0) -> Work:
+        """Return the personal training that has begun at a client, of so many steps."""
+        begun, memory = self.begun[slot], self.store.get(slot)
+        return Work(slot, begun.down, memory, part="idle", local=begun.local, steps=steps, last=self.last.get(slot, 0))
+
+    def keep(self, slot: int, done: Done | None) -> None:
+        """Have personal training that had begun end with this result; None: it made nothing."""
+        begun = self.begun.pop(slot)
+        if done is not None:
+            self.store.put(slot, done.memory)
+            self._trained(slot, begun.round)
+
     # ---- scoring and models ------------------------------------------------------------------------------------------
     def _score(self, orders: Sequence[Order]) -> Iterator[Reply]:
         split = orders[0].split

@@ -274,7 +274,7 @@ def time_lines(groups: Mapping[str, Sequence[Run]]) -> list[str]:
     lines = []
     for label, runs in groups.items():
         training = runs[0].training
-        if not training.profile:
+        if not training.simulates_time:
             continue
         mode = Asynchrony.of(runs[0].method, training, training, count(runs[0].task.clients, training.participation))
         modes = [mode.words()] if mode is not None else []

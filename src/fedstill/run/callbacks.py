@@ -104,7 +104,7 @@ def save(journal: Journal, coordinator: Coordinator, choices: Choices) -> Dialog
     state, timing = coordinator.state, coordinator.rounds.state_dict()
     kept = {"server": state.server, **({"timing": timing} if timing else {})}
     writer = journal.writer(state.round, kept, choices)
-    clients, at_once = sorted(coordinator.touched), 1
+    clients, at_once = coordinator.rounds.idle(sorted(coordinator.touched)), 1
     task = dataclasses.replace(
         coordinator.task, round=state.round
     )  # a client that keeps its own state names it by the round

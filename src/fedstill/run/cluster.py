@@ -94,6 +94,8 @@ def plain(sim: Simulation) -> bool:
 class Cluster:
     """Makes the transport of every run of this process, which is rank 0 of a cluster."""
 
+    live = False
+
     def __init__(self, group: Group, reduce: bool = True) -> None:
         """Have the other ranks reduce uploads where a merge is a mean; without `reduce` each client's travels by itself."""
         self.group, self.reduce = group, reduce

@@ -65,7 +65,8 @@ class Driver:
         return self.exchange({run: Request(orders)})[run]
 
     def exchange(self, requests: Mapping[int, Request]) -> dict[int, list[Reply]]:
-        """Send the orders of all requests out, and return for each run its replies by ascending client.
+        """Send the orders of all requests out, and return for each run its replies by ascending client, or where it waits for
+        any reply as they arrived.
 
         Replies to nobody's order, doubles, and those that come after the deadline are dropped. A reply is matched by the id
         of its order, which other clients do not know; one that names another client, kind, run or round is faulty.
@@ -75,13 +76,14 @@ class Driver:
         missing: dict[int, Key] = {}
         for run, request in requests.items():
             (missing if run in patient else self.out).update({order.id: _key(order) for order in request.orders})
-        waiting = frozenset(set(requests) - patient)  # for any reply
+        waiting = frozenset(set(requests) - patient)  # for any reply, or for none
         deadlines = [request.deadline for request in requests.values()]
         deadline = None if None in deadlines else max((d for d in deadlines if d is not None), default=None)
         end = None if deadline is None else time.monotonic() + deadline
         received = [reply for reply in self.early if reply.run in waiting]
         self.early = [reply for reply in self.early if reply.run not in waiting]
-        eager = set(waiting - {reply.run for reply in received})
+        now = {run for run, request in requests.items() if request.until == "now"}
+        eager = set(waiting - now - {reply.run for reply in received})
         if missing or eager:
             for reply in self.transport.replies(deadline):
                 if end is not None and time.monotonic() > end:
@@ -101,9 +103,12 @@ class Driver:
                 if not missing and not eager:
                     break
         replies: dict[int, list[Reply]] = {run: [] for run in requests}
-        for reply in sorted(received, key=lambda reply: reply.client):
+        for reply in received:
             replies[reply.run].append(reply)
-        return replies
+        return {
+            run: sorted(some, key=lambda reply: reply.client) if run in patient else some
+            for run, some in replies.items()
+        }
 
 
 def _checked(reply: Reply, key: Key) -> Reply:

@@ -35,7 +35,7 @@ class Training(
         super().__post_init__()
         if self.sampler not in SAMPLERS:
             raise InputError("sampler", self.sampler, nearest(self.sampler, SAMPLERS))
-        if self.profile:
+        if self.simulates_time:
             clock.parse(self.profile)
         elif self.sampler == "available":
             raise InputError("sampler", self.sampler, "another without a profile of devices, as uniform")

@@ -160,7 +160,7 @@ def prepare(
         always = together == task.clients and not training.profile  # in simulated time some may be away or at work
         privacy.check_samples(bench, training, staying, always)
     devices = None
-    if training.profile:
+    if training.simulates_time:
         devices = clock.Devices.of(
             training.profile, len(federation), training.seed, training.availability, training.drop
         )

@@ -32,6 +32,7 @@ from ..server.optimizer import Rule
 from ..server.sampler import BY_PLAN, SAMPLERS, count
 from ..timing.asynchronous import Asynchronous, Asynchrony
 from ..timing.clock import Clock
+from ..timing.live import Ahead, AsTheyArrive
 from ..timing.monitor import SimulatedMonitor
 from ..timing.schedule import Schedule, Trigger
 from ..timing.wait_free import Background, WaitFree
@@ -49,6 +50,8 @@ from .signals import Stop, StopCallback
 @runtime_checkable
 class Elsewhere(Protocol):
     """Makes the transport of runs whose clients are divided among processes."""
+
+    live: bool  # whether its clients are real sites, which take real seconds
 
     def share(self, clients: int) -> frozenset[int]:
         """Return the clients that this process holds, given how many there are."""
@@ -279,10 +282,12 @@ def _resume(
 def rounds_of(sim: Simulation) -> Rounds:
     """Return how the run's rounds pass in time."""
     training = sim.training
-    if sim.devices is None:
-        return Rounds()
-    clock = Clock(sim.devices, training.seed, np.array(sim.data.train.sizes))
     asynchrony = Asynchrony.of(sim.method, training, training, count(sim.task.clients, training.participation))
+    if sim.devices is None:
+        if asynchrony is not None:
+            return AsTheyArrive(asynchrony)
+        return Ahead(training) if training.wait_free != "off" else Rounds()
+    clock = Clock(sim.devices, training.seed, np.array(sim.data.train.sizes))
     if asynchrony is not None:
         return Asynchronous(clock, asynchrony=asynchrony)
     trigger = Trigger(training.deadline, training.over_select)

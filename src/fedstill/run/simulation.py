@@ -13,6 +13,7 @@ from torch import nn
 from ..core import settings
 from ..core.errors import InputError, TrainingError, check_callable, check_path
 from ..core.method import Method
+from ..core.training import REAL, Timing
 from ..data import Federation
 from ..server.coordinator import Callback
 from ..timing import clock
@@ -53,6 +54,7 @@ def simulate(
         training["device"] = str(training["device"])
     config = settings.build(Training, training)
     legal.check_simulate(method, model, data, out, resume, progress)
+    check_clock(config, transport)
     simulation = prepare(method, model, data, head, config)
     journal = None if out is None else Journal(out)
     if journal is not None:
@@ -184,8 +186,17 @@ def partition_record(federation: Federation, profile: str) -> dict[str, Any]:
     return {**federation.partition_record, "contents": federation.checksum(), **clock.record(profile)}
 
 
+def check_clock(training: Timing, transport: Transports | None) -> None:
+    """Refuse real seconds where clients are simulated."""
+    live = transport.live if isinstance(transport, Elsewhere) else transport is not None
+    if training.profile == REAL and not live:
+        right = f"{clock.KINDS} in a simulation: the seconds of real sites are a deployment's (fedstill hub run)"
+        raise InputError("profile", REAL, right)
+
+
 def share_of(federation: Federation | None, experiment: Experiment, transport: Transports | None) -> Federation | None:
     """Return what this process holds of a federation: all, or the share that a transport to other processes leaves it."""
+    check_clock(experiment, transport)
     if not isinstance(transport, Elsewhere) or (federation is not None and federation.whole is not None):
         return federation
     federation = federation or federation_of(experiment)

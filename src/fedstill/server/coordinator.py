@@ -124,6 +124,10 @@ class Rounds:
         """Return for each client the share of the rounds in which it can be asked."""
         return np.ones(clients)
 
+    def idle(self, clients: Sequence[int]) -> list[int]:
+        """Return the clients that are not at work across rounds: those that can be scored, and say what they keep."""
+        return list(clients)
+
     def exchange(self, coordinator: Coordinator, task: Task, orders: list[Order]) -> Dialogue[Exchange]:
         """Carry out a round's orders."""
         replies = yield Request(orders, self.deadline)
@@ -266,13 +270,17 @@ class Coordinator:
         with explained(self.method, task, stacked=False):
             generic = self.method.generic(task, self.state.server) if "generic" in self.method.scores else None
         record: Record = {}
+        last = task.round == task.rounds  # every client's, also of those at work across rounds
+        clients = self.honest() if last else self.rounds.idle(self.honest())
         for split in self.splits:
-            orders = [self.order("score", task, k, generic=generic, split=split) for k in self.honest()]
+            orders = [self.order("score", task, k, generic=generic, split=split) for k in clients]
             replies = yield Request(orders)
             sound = self.sound(replies, split)
             claimed = self.gate.shares(sound, self.tests.get(split, ()))
             self.note(claimed)
             scores = Scores.read([reply for reply in sound if reply.client not in claimed], self.method.scores)
+            if not scores.clients and len(orders) < len(self.honest()):
+                continue  # the few that are not at work are away
             if orders and not scores.clients:
                 reason = "; ".join(f"client {k}: {why}" for k, why in [*self.noted.items()][:1]) or "nobody answered"
                 raise TrainingError(f"round {task.round}: no client sent scores that can be; {reason}")

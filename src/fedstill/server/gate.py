@@ -49,7 +49,7 @@ NEEDS = {  # numbers of the replies to other orders
 }
 COUNTS = frozenset(  # numbers of a report that count something
     {"steps", "samples", "tests", "personal", "generic", "before", "after", "downloaded", "trained"}
-    | {"last", "undecided", "undecided_last", "begun"}
+    | {"last", "undecided", "undecided_last", "begun", "personal_steps"}
 )
 RIGHT = {  # right answers, and the samples of which they are
     **dict.fromkeys(("personal", "generic", "before", "after"), "samples"),

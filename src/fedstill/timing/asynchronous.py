@@ -104,6 +104,20 @@ class Asynchrony:
             for name, value in trained.items()
         }
 
+    def take(
+        self, coordinator: Coordinator, task: Task, orders: Sequence[Order], replies: Sequence[Reply]
+    ) -> tuple[list[Reply], list[tuple[Reply, Upload]], dict[str, Any]]:
+        """Pass the replies to these orders through the gate and rebase them: return (answers, what is merged, record)."""
+        answers, record = coordinator.inspect(task, orders, sorted(replies, key=lambda reply: reply.client))
+        behind = {reply.client: task.round - reply.round for reply in answers}
+        sent = {order.client: order.down for order in orders}
+        merged = []
+        for reply in answers:
+            k = reply.client
+            rebased = self.rebase(task, coordinator.state.server, sent[k], reply.up, behind[k])
+            merged.append((reply, Upload(reply.up, 1.0, k, sent[k], rebased)))
+        return answers, merged, {**record, "staleness": {str(k): value for k, value in behind.items()}}
+
     def step(self, task: Task, before: Tree, merged: Tree) -> Tree:
         """Return the server's state after FedBuff's step of length η; η = 1 gives `merged` unchanged."""
         if self.lr == 1 or self.kind == "fedasync":
@@ -188,17 +202,9 @@ class Asynchronous(Schedule):
         replies: list[Reply] = []
         for t in sorted({order.round for order in due}):
             replies += yield Request([order for order in due if order.round == t])
-        answers, record = coordinator.inspect(task, due, sorted(replies, key=lambda reply: reply.client))
-        behind = {reply.client: task.round - reply.round for reply in answers}
-        sent = {order.client: order.down for order in due}
-        merged = []
-        for reply in answers:
-            k = reply.client
-            rebased = self.asynchrony.rebase(task, coordinator.state.server, sent[k], reply.up, behind[k])
-            merged.append((reply, Upload(reply.up, 1.0, k, sent[k], rebased)))
-        staleness = {"staleness": {str(k): value for k, value in behind.items()}}
+        answers, merged, record = self.asynchrony.take(coordinator, task, due, replies)
         outcome = outcome.rejecting({int(k) for k in record.get("rejected", ())})
-        timed = {**outcome.record(), **staleness, "timeline": outcome.timeline()}
+        timed = {**outcome.record(), "timeline": outcome.timeline()}
         busy = frozenset(self.busy)
         decided = {order.client: order.round for order in due}
         return Exchange(answers, merged, {**record, **timed}, pending=busy, decided=decided, working=busy)

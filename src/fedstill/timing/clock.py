@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from ..core import plan
 from ..core.errors import InputError, Shown
 from ..core.reading import Unreadable, read_bytes
+from ..core.training import REAL
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -180,7 +181,7 @@ def parse(profile: str) -> tuple[str, float, str]:
 
 def record(profile: str) -> dict[str, str]:
     """Return the checksum of a profile that is a file, so that a resumed run can check that its devices are the same."""
-    kind, _, path = parse(profile) if profile else ("", 0.0, "")
+    kind, _, path = parse(profile) if profile not in ("", REAL) else ("", 0.0, "")
     return {"devices": hashlib.sha256(_bytes(Path(path))).hexdigest()} if kind == "file" else {}
 
 

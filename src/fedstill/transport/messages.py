@@ -67,12 +67,12 @@ class Request:
     """What a coordinator yields: orders to send out, and which replies to wait for.
 
     "all": the replies to these orders, until all are in or `deadline` seconds have passed; "any": whatever has arrived first of
-    all orders that are out, these included.
+    all orders that are out, these included; "now": as that, without waiting for it.
     """
 
     orders: Sequence[Order] = ()
     deadline: float | None = None
-    until: Literal["all", "any"] = "all"
+    until: Literal["all", "any", "now"] = "all"
 
 
 Dialogue: TypeAlias = Generator[Request, list[Reply], T]  # yields requests, is sent the replies, returns a T

@@ -43,17 +43,19 @@ class Sites:
         patience: float | None = None,
         refused: Callable[[str, str], None] = lambda site, reason: None,
         noted: Callable[[str, str, Order, bytes], None] = lambda what, site, order, data: None,
+        standing: bool = False,
     ) -> None:
         """Take replies of at most `limit` bytes. `refused` is told of every message that is not taken, `noted` of every
         order that goes out and every reply that is taken, with its bytes.
 
-        `patience` is for how many seconds anything is waited for; None: until all have answered.
+        `patience` is for how many seconds anything is waited for; None: until all have answered. With `standing` orders to
+        train are never withdrawn: sites work at them across rounds.
         """
         self.names, self.limit, self.patience, self._refused = tuple(names), limit, patience, refused
         self.seconds = 0.0
         self._client = {name: k for k, name in enumerate(self.names)}
         self.boxes = {name: Box() for name in self.names}
-        self._noted = noted
+        self._noted, self._standing = noted, standing
         self._arrived: deque[Reply] = deque()
         self._changed = threading.Condition()
         self._closed = ""
@@ -80,7 +82,10 @@ class Sites:
                     left = None if end is None else end - time.monotonic()
                     if left is not None and left <= 0:
                         self._withdraw()
-                        break
+                        if not self._standing or timeout is not None:
+                            break
+                        end = None  # what is out now stands
+                        continue
                     self._changed.wait(left)
                 if self._closed:
                     raise TrainingError(self._closed)
@@ -171,13 +176,18 @@ class Sites:
         return reason
 
     def _awaited(self) -> bool:
-        """Return whether any order is out that is worth waiting for: a site that is late is waited for in training alone."""
-        return any(
-            not box.late or order.kind == "train" for box in self.boxes.values() for order, _ in box.orders.values()
-        )
+        """Return whether any order is out that is worth waiting for: a site that is late is waited for in training alone.
+
+        Orders that stand are waited for where there are no others.
+        """
+        out = [(box, order) for box in self.boxes.values() for order, _ in box.orders.values()]
+        others = [(box, order) for box, order in out if order.kind != "train"] if self._standing else []
+        return any(not box.late or order.kind == "train" for box, order in others or out)
 
     def _withdraw(self) -> None:
         for box in self.boxes.values():
-            box.late = box.late or bool(box.orders)
-            box.orders.clear()
-            box.begun.clear()
+            for order, _ in list(box.orders.values()):
+                if not (self._standing and order.kind == "train"):
+                    box.late = True
+                    del box.orders[order.id]
+                    box.begun.pop(order.id, None)
