@@ -242,6 +242,12 @@ class FurtherScores(Group):
     fine_tune_part: Literal["head", "all"] = setting("head", "what these epochs train", group="scores")
     newcomers: int = setting(0, "clients, by the seed, that join only after the federation", least=0, group="scores")
     join_epochs: int = setting(5, "epochs that a newcomer then trains on its own data", least=1, group="scores")
+    further_every: int = setting(
+        0,
+        "take New, External, averaged, +FT and newcomers every so many rounds too, into the records; 0: after the last",
+        least=0,
+        group="scores",
+    )
 
     def unused(self) -> dict[str, str]:
         """Return what belongs to a score that is not asked for."""

@@ -40,6 +40,7 @@ from ..transport.messages import Transport
 from .callbacks import JournalCallback, Pace, Progress, ProgressCallback, restore, state_of
 from .checkpoint import Checkpoint
 from .driver import Driver
+from .further import FurtherCallback, latest
 from .journal import Journal, Survey
 from .prepare import Simulation
 from .result import Run
@@ -127,7 +128,8 @@ class Session:
         finished = start.journal is not None and self.first[coordinator.run] == run.task.rounds  # by an earlier process
         kept = start.journal.scores() if start.journal is not None and finished else None
         try:
-            run = dataclasses.replace(run, after=scores.after(run) if kept is None else kept)
+            kept_now = latest(coordinator) if kept is None else kept
+            run = dataclasses.replace(run, after=scores.after(run) if kept_now is None else kept_now)
         except TrainingError as error:
             return error
         if start.journal is not None and kept is None:
@@ -149,7 +151,7 @@ def start(starts: Sequence[Start], transport: Transports | None = None, stop: St
         carrier = (transport or LocalTransport)(parts.edge)
     driver, pace = Driver(carrier), Pace()
     coordinators = [
-        _coordinator(start, number, len(starts), strategy, carrier, parts.trainer, stop, pace)
+        _coordinator(start, number, len(starts), strategy, driver, parts.trainer, stop, pace)
         for number, (start, strategy) in enumerate(zip(starts, parts.rounds, strict=True))
     ]
     surveys = [None if one.journal is None else one.journal.survey(one.simulation.device) for one in starts]
@@ -187,7 +189,7 @@ def _coordinator(
     number: int,
     runs: int,
     rounds: Rounds,
-    transport: Transport,
+    driver: Driver,
     trainer: Trainer,
     stop: Stop | None,
     pace: Pace,
@@ -199,6 +201,8 @@ def _coordinator(
     if rule is not None:
         server = rule.begin(server, sim.task.net.parameters)
     callbacks: list[Callback] = []
+    if training.further_every:
+        callbacks.append(FurtherCallback(sim, driver, trainer.name))
     if start.journal is not None:
         callbacks.append(JournalCallback(start.journal, start.checkpoint_every, trainer.choices, stop, pace))
     if start.progress is not None:
@@ -212,7 +216,7 @@ def _coordinator(
         sim.task,
         Plan(training.seed, training.batch_size),
         RunState(server),
-        transport,
+        driver.transport,
         per_round=per_round,
         rounds=rounds,
         callbacks=callbacks,
