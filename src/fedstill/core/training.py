@@ -238,6 +238,11 @@ class FurtherScores(Group):
     forgetting: bool = setting(
         False, "each round, score what participants download against what they had trained", group="scores"
     )
+    train_scores: bool = setting(
+        False,
+        "score clients on their training data too: accuracy and cross-entropy (training-loss curves)",
+        group="scores",
+    )
     fine_tune: int = setting(0, "epochs that each client trains on after the federation (+FT)", least=0, group="scores")
     fine_tune_part: Literal["head", "all"] = setting("head", "what these epochs train", group="scores")
     newcomers: int = setting(0, "clients, by the seed, that join only after the federation", least=0, group="scores")
