@@ -35,7 +35,7 @@ def compare_figure(runs: Mapping[str, Sequence[Run]], path: str | Path, facts: F
     measured.
     """
     watched = {label: seeds for label, seeds in runs.items() if all(_gaps(run) for run in seeds)}
-    figure = _figure(16.0 if watched else 11.5, max(4.6, 2.2 + 0.42 * len(runs)))
+    figure = begin(16.0 if watched else 11.5, max(4.6, 2.2 + 0.42 * len(runs)))
     left, right, *third = figure.subplots(1, 3 if watched else 2, width_ratios=(1.25, 1, 1) if watched else (1.25, 1))
     styles = {
         label: (COLOURS[i % len(COLOURS)], LINESTYLES[i // len(COLOURS) % len(LINESTYLES)])
@@ -65,8 +65,8 @@ def compare_figure(runs: Mapping[str, Sequence[Run]], path: str | Path, facts: F
         f"{'Clients' if shown else 'Score'}: {Evaluation()}, each on its own test data"
         + (f"; {most_seeds} seeds" if most_seeds > 1 else "")
     ]
-    _note(figure, "\n".join([*lines, *([origin] if origin else [])]))
-    _save(figure, path)
+    footnote(figure, "\n".join([*lines, *([origin] if origin else [])]))
+    save(figure, path)
 
 
 def _curves(
@@ -184,7 +184,7 @@ def bubbles(counts: Counts, path: str | Path, title: str = "", note: str = "") -
     counts = counts[:CLIENTS]
     clients = len(counts)
     cell = min(0.36, 14 / max(clients, classes))  # inches
-    figure = _figure(max(5.5, 2.0 + cell * clients), max(2.6, 1.3 + cell * classes))
+    figure = begin(max(5.5, 2.0 + cell * clients), max(2.6, 1.3 + cell * classes))
     axes = figure.subplots()
     largest = int(counts.max())
     client, label = np.nonzero(counts)
@@ -207,8 +207,8 @@ def bubbles(counts: Counts, path: str | Path, title: str = "", note: str = "") -
         borderaxespad=0, labelspacing=0.5 + 3 * cell, handletextpad=0.4 + 2 * cell,
     )  # fmt: skip
     if note:
-        _note(figure, note)
-    _save(figure, path)
+        footnote(figure, note)
+    save(figure, path)
 
 
 def available() -> bool:
@@ -227,18 +227,19 @@ def _integer_ticks(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _note(figure: Figure, text: str) -> None:
+def footnote(figure: Figure, text: str) -> None:
     """Small print at the bottom left."""
     figure.supxlabel(text, x=0.012, ha="left", fontsize=8.5, color="#555555")
 
 
-def _figure(width: float, height: float) -> Figure:
+def begin(width: float, height: float) -> Figure:
+    """Return an empty figure of so many inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained", dpi=150, facecolor="white")
 
 
-def _save(figure: Figure, path: str | Path) -> None:
+def save(figure: Figure, path: str | Path) -> None:
     """Write the figure atomically; one made without pyplot draws with Agg (or the format's own backend)."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)

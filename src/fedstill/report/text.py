@@ -123,7 +123,7 @@ def grouped(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    values = {**settings.values_of(run.training), **settings.values_of(run.method)}
+    values = {**settings.values_of(run.training), **run.beside, **settings.values_of(run.method)}
     return {name: value for name, value in values.items() if name != "seed"}
 
 
