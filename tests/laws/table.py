@@ -47,19 +47,20 @@ class Row:
     method: fs.Method
     fixed_point: Callable[[fs.Method], None]
     neutral: tuple[Neutral, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)  # of training, where not the laws' own
 
     @property
     def name(self) -> str:
         changed = [f"{n}={v}" for n, v in values_of(self.method).items() if v != getattr(type(self.method)(), n)]
-        return " ".join([self.method.id, *changed])
+        return " ".join([self.method.id, *changed, *(f"{n}={v}" for n, v in self.settings.items())])
 
 
 # ---- fixed points ------------------------------------------------------------------------------------------------------
-def reaches(expected: float, rounds: int = 400) -> Callable[[fs.Method], None]:
+def reaches(expected: float, rounds: int = 400, **changes: Any) -> Callable[[fs.Method], None]:
     """The generic model of the quadratic clients ends at a known number."""
 
     def check(method: fs.Method) -> None:
-        run = on_quadratics(method, rounds=rounds)
+        run = on_quadratics(method, rounds=rounds, **changes)
         assert abs(point(run.generic()) - expected) < 1e-9
 
     return check
@@ -92,22 +93,43 @@ def stationary_alone(method: fs.Method) -> None:
 
     There teacher and student agree, so the distillation vanishes; the gradient is written out in numpy.
     """
-    g = np.random.default_rng(1)
-    x, y = g.normal(size=(12, 3)), g.integers(0, 2, 12)
-    decay, net = 0.05, torch.nn.Linear(3, 2, dtype=torch.float64)
-    fed = fs.Federation.from_arrays([(x, y, x, y)])
-    run = fs.simulate(
-        method, model=net, data=fed, rounds=300, epochs=3, batch_size=12, lr=0.5, momentum=0.0, weight_decay=decay,
-        dtype="float64", engine="one", eval_every=300,
-    )  # fmt: skip
+    run, ((x, y),) = softmax_regressions(method, clients=1)
     for state in (run.personal(0), run.generic()):
-        w, b = state["weight"].numpy(), state["bias"].numpy()
-        logits = x @ w.T + b
-        p = np.exp(logits - logits.max(1, keepdims=True))
-        p /= p.sum(1, keepdims=True)
-        residual = (p - np.eye(2)[y]) / len(y)
-        assert np.abs(residual.T @ x + decay * w).max() < 1e-9
-        assert np.abs(residual.sum(0) + decay * b).max() < 1e-9
+        assert regularised_slope(state, x, y) < 1e-9
+
+
+def stationary_in_clusters(method: fs.Method) -> None:
+    """Two clients in two clusters each end as if alone, although the generic model, their mean, suits neither."""
+    run, data = softmax_regressions(method, clients=2)
+    for k, (x, y) in enumerate(data):
+        assert regularised_slope(run.personal(k), x, y) < 1e-9
+        assert regularised_slope(run.generic(), x, y) > 1e-3
+
+
+DECAY = 0.05
+
+
+def softmax_regressions(method: fs.Method, clients: int) -> tuple[fs.Run, list[tuple[np.ndarray, np.ndarray]]]:
+    """Train softmax regression with decay on 12 samples a client to its end; return the run and the data."""
+    g = np.random.default_rng(1)
+    data = [(g.normal(size=(12, 3)), g.integers(0, 2, 12)) for _ in range(clients)]
+    fed = fs.Federation.from_arrays([(x, y, x, y) for x, y in data])
+    run = fs.simulate(
+        method, model=torch.nn.Linear(3, 2, dtype=torch.float64), data=fed, rounds=300, epochs=3, batch_size=12, lr=0.5,
+        momentum=0.0, weight_decay=DECAY, dtype="float64", engine="one", eval_every=300,
+    )  # fmt: skip
+    return run, data
+
+
+def regularised_slope(state: dict[str, torch.Tensor], x: np.ndarray, y: np.ndarray) -> float:
+    """Return the largest entry of the gradient of cross-entropy with decay, written out in numpy."""
+    w, b = state["weight"].numpy(), state["bias"].numpy()
+    logits = x @ w.T + b
+    p = np.exp(logits - logits.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    residual = (p - np.eye(2)[y]) / len(y)
+    weight, bias = residual.T @ x + DECAY * w, residual.sum(0) + DECAY * b
+    return float(max(np.abs(weight).max(), np.abs(bias).max()))
 
 
 def freeze_head(model: nn.Module) -> nn.Module:
@@ -385,6 +407,7 @@ EVERYBODY = {"participation": 1.0}
 SD = {"lam": 0.7, "tau": 2.0}
 SPECTRAL = {"generic_epochs": 2, "personal_epochs": 2}
 PLAIN_SGD = {"momentum": 0.0, "nesterov": False}
+IN_STEPS = {"local_steps": 5}
 ROWS = [
     Row(fs.Local(), own_optimum),
     Row(fs.FedAvg(), reaches(mean_of_pulls(0.0, COUNTS))),
@@ -426,7 +449,8 @@ ROWS = [
         ),
     ),
     Row(fs.FedPer(), own_optimum),
-    Row(fs.LGFedAvg(), own_optimum),
+    Row(fs.LGFedAvg(), own_optimum, neutral=(Neutral(fs.LGFedAvg(warm_rounds=3), fs.FedAvg()),)),  # of three rounds
+    Row(fs.LGFedAvg(warm_rounds=1), own_optimum),
     Row(
         fs.FedBABU(personal_epochs=3),
         fine_tuned_from_the_mean,
@@ -557,6 +581,20 @@ ROWS = [
         stationary_alone,
         neutral=(Neutral(fs.PFedSD(**SD, stateless=True), fs.PFedSD(**SD), within=1e-10),),
     ),
+    Row(
+        fs.PFedSD(**SD, teacher_mode="train"),
+        stationary_alone,
+        neutral=(Neutral(fs.PFedSD(**SD, teacher_mode="train"), fs.PFedSD(**SD), within=1e-10),),  # nothing is dropped
+    ),
+    Row(
+        fs.PFedSD(**SD, teacher="ditto", teacher_lam=0.8),
+        stationary_alone,
+        neutral=(
+            Neutral(fs.PFedSD(lam=0, teacher="ditto", teacher_lam=0.8), fs.Ditto(lam=0.8, mean="uniform")),
+            Neutral(fs.PFedSD(lam=0, teacher="ditto", teacher_lam=0), fs.Local(), of="personal", settings=EVERYBODY),
+        ),
+    ),
+    Row(fs.PFedSD(**SD, clusters=2), stationary_in_clusters),
     *(
         Row(
             fs.PFedSD(lam=0.1, regulariser=kind),
@@ -621,6 +659,15 @@ ROWS = [
             ),
         ),
     ),
+    Row(
+        fs.SpectralCoDistillation(**SPECTRAL, lam_g=0.2, lam_p=0.1, personal_lr=0.02),
+        equal_spectra,
+        neutral=(
+            Neutral(  # the laws' own rate is 0.05
+                fs.SpectralCoDistillation(**SPECTRAL, personal_lr=0.05), fs.SpectralCoDistillation(**SPECTRAL)
+            ),
+        ),
+    ),
     Row(  # a weak pull: it closes in slowly
         fs.SpectralCoDistillation(**SPECTRAL, divergence="normalised", tau=0.8, lam_g=2.0, lam_p=2.0),
         functools.partial(equal_spectra, within=1e-4),
@@ -654,4 +701,15 @@ ROWS = [
         for li in (True, False)
         for ta in (True, False)
     ),
+    # Local training in steps: a client with few samples passes through them several times, one with many not once. Of the
+    # quadratics, where a batch is all of a client's data, so many steps are so many epochs.
+    Row(fs.FedAvg(), reaches(mean_of_pulls(0.0, COUNTS), epochs=1, local_steps=EPOCHS), settings=IN_STEPS),
+    Row(
+        fs.Ditto(lam=0.8),
+        beside_the_mean,
+        neutral=(Neutral(fs.Ditto(), fs.FedAvg(), of="generic", settings=IN_STEPS),),
+        settings=IN_STEPS,
+    ),
+    Row(fs.PFedMe(lam=4.0, k=3, personal_lr=0.06, beta=0.9), envelope, settings=IN_STEPS),
+    Row(fs.CD2PFed(p=0.6, distill=False, beta=0.3), stationary_layers, settings=IN_STEPS),
 ]

@@ -15,6 +15,7 @@ from . import plan, tree
 from .batch import Batch
 from .errors import InputError, Shown
 from .optim import SGD
+from .plan import Length
 from .tree import Params, Tree
 
 
@@ -151,6 +152,7 @@ class Task:
     momentum: float
     nesterov: bool
     weight_decay: float
+    local_steps: int = 0  # SGD steps of a phase without a length of its own, in place of `epochs`; 0: by epochs
     round: int = 0
     site: Site | None = None
     seed: int = 0
@@ -160,6 +162,11 @@ class Task:
     def at_site(self, site: Site) -> Task:
         """Return the task as a client with this data sees it."""
         return dataclasses.replace(self, site=site)
+
+    @property
+    def length(self) -> Length:
+        """How long the experiment has clients train, where a phase has no length of its own."""
+        return Length(steps=self.local_steps) if self.local_steps else Length(self.epochs)
 
     @property
     def seen(self) -> Tensor:
@@ -305,6 +312,16 @@ class Task:
     def permutation(self, n: int, *words: int) -> list[int]:
         """Return a random order of 0 … n−1 from the seed, the round and these words."""
         return [int(i) for i in plan.permutation(plan.key(self.seed, plan.METHOD, self.round, *words), n)]
+
+    def beside(self, params: Params, batch: Batch, stream: int) -> Tensor:
+        """Return the training output of another model than the one that trains, for the same batch, without gradient.
+
+        Its dropout is its own, by `stream`; BatchNorm takes the batch's statistics, and its running ones stay as they are.
+        """
+        state = {name: value.detach() for name, value in params.items()}
+        state |= {name: state[name].clone() for name in self.net.buffers}
+        key = plan.uniform_bits(batch.key, 2 * plan.DRAWS + stream, ()) >> 1
+        return self.net(state, batch.x, train=True, key=key, mask=batch.mask).detach()
 
     def uniforms(self, key: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
         """Draw numbers in (0, 1) from a key, such as a batch's; different `stream`s give independent draws.

@@ -54,6 +54,10 @@ class LocalTraining(Group):
     """What a client does with its own data in a round, where its method has no values of its own."""
 
     epochs: int = setting(5, "passes over its data that a client makes each round", least=1, group="local training")
+    local_steps: int = setting(
+        0, "SGD steps that a client makes each round instead, whatever its data; 0: by epochs", least=0,
+        group="local training",
+    )  # fmt: skip
     batch_size: int = setting(16, "samples a step; a client with fewer uses them all", least=1, group="local training")
     lr: float = setting(0.05, "learning rate η of SGD", above=0, group="local training")
     momentum: float = setting(
@@ -66,6 +70,10 @@ class LocalTraining(Group):
         super().__post_init__()
         if self.nesterov and not self.momentum:
             raise InputError("nesterov", True, "false, or a momentum above 0")
+
+    def unused(self) -> dict[str, str]:
+        """Return the epochs where steps are counted."""
+        return super().unused() | ({"epochs": "with `local_steps`"} if self.local_steps else {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,10 +248,34 @@ class FurtherScores(Group):
     forgetting: bool = setting(
         False, "each round, score what participants download against what they had trained", group="scores"
     )
+    train_scores: bool = setting(
+        False,
+        "score clients on their training data too: accuracy and cross-entropy (training-loss curves)",
+        group="scores",
+    )
     fine_tune: int = setting(0, "epochs that each client trains on after the federation (+FT)", least=0, group="scores")
     fine_tune_part: Literal["head", "all"] = setting("head", "what these epochs train", group="scores")
     newcomers: int = setting(0, "clients, by the seed, that join only after the federation", least=0, group="scores")
     join_epochs: int = setting(5, "epochs that a newcomer then trains on its own data", least=1, group="scores")
+    score_model: Literal["personal", "generic", "fine-tuned", "new", "external", "averaged", "newcomers"] = setting(
+        "personal", "the evaluation contract of tables, figures and summaries: which model", group="scores"
+    )
+    score_clients: Literal["all", "participants", "common"] = setting(
+        "all", "the contract: whose test data; common: the common test set", group="scores"
+    )
+    score_mean: Literal["client", "sample", "training"] = setting(
+        "client", "the contract: what counts alike, clients, test samples or (a client's weight) training samples",
+        group="scores",
+    )  # fmt: skip
+    score_round: Literal["last", "mean10", "best-val", "best-test"] = setting(
+        "last", "the contract: which round; mean10: mean of the last ten scored", group="scores"
+    )
+    further_every: int = setting(
+        0,
+        "take New, External, averaged, +FT and newcomers every so many rounds too, into the records; 0: after the last",
+        least=0,
+        group="scores",
+    )
 
     def unused(self) -> dict[str, str]:
         """Return what belongs to a score that is not asked for."""

@@ -103,7 +103,7 @@ class Pool:
         if not works:
             return
         phases, meter = bench.part(works[0].part, round), self._training[works[0].part]
-        steps = [sum(bench.length(work, epochs) for _, _, epochs in phases) for work in works]
+        steps = [sum(bench.length(work, length) for _, _, length in phases) for work in works]
         for i, work in enumerate(works):
             rounds = max(1, bench.task.rounds - round + 1)
             if self._pays(bench, meter.expects(sum(steps[i:])), len(works) - i, rounds):
@@ -130,6 +130,10 @@ class Pool:
         hits = self.one.score(bench, part, models)
         self._scoring.add(time.perf_counter() - began, sum(job.units for job in jobs))
         return hits
+
+    def losses(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[float]:
+        """Return the mean cross-entropy of each client's model on the client's samples, computed in this process."""
+        return self.one.losses(bench, part, models)
 
     def close(self) -> None:
         """End the workers; the next use that pays starts new ones."""

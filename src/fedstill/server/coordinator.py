@@ -42,7 +42,7 @@ from .gate import (
     state_of,
 )  # fmt: skip
 from .optimizer import Rule
-from .records import Scores, nbytes, split_seconds, summary, traffic
+from .records import Scores, nbytes, split_seconds, summary, traffic, training_losses
 from .sampler import Memory, Sampler, uniform
 
 Record: TypeAlias = dict[str, Any]
@@ -164,7 +164,9 @@ class Coordinator:
     rounds: Rounds = field(default_factory=Rounds)
     callbacks: Sequence[Callback] = ()
     eval_every: int = 1
-    splits: tuple[str, ...] = ("test",)  # the first is the one reported; "val" besides where there is validation data
+    splits: tuple[str, ...] = (
+        "test",
+    )  # the first is the one reported; besides "val" where there is such data, "train" if asked
     sampler: Sampler = uniform
     gate: Gate = field(default_factory=Gate)
     aggregator: Aggregator = field(default_factory=Aggregator)
@@ -278,13 +280,16 @@ class Coordinator:
             sound = self.sound(replies, split)
             claimed = self.gate.shares(sound, self.tests.get(split, ()))
             self.note(claimed)
-            scores = Scores.read([reply for reply in sound if reply.client not in claimed], self.method.scores)
+            counted = [reply for reply in sound if reply.client not in claimed]
+            scores = Scores.read(counted, self.method.scores)
             if not scores.clients and len(orders) < len(self.honest()):
                 continue  # the few that are not at work are away
             if orders and not scores.clients:
                 reason = "; ".join(f"client {k}: {why}" for k, why in [*self.noted.items()][:1]) or "nobody answered"
                 raise TrainingError(f"round {task.round}: no client sent scores that can be; {reason}")
             record |= summary(scores, "" if split == self.splits[0] else f"{split}_")
+            if split == "train":
+                record |= training_losses(counted)
         if len(self.samples):
             record["train_samples"] = {str(k): int(self.samples[k]) for k in self.honest()}
         if self.common is not None and generic is not None:
@@ -361,10 +366,9 @@ class Coordinator:
 
     def most_steps(self, task: Task, replies: Iterable[Reply]) -> dict[int, int]:
         """Return how many steps the work of clients has, by their registered samples."""
-        phases = self.method.phases(task)
-        epochs = sum(task.epochs if phase.epochs is None else phase.epochs for phase in phases)
+        lengths = [phase.length(task) for phase in self.method.phases(task)]
         known = [reply.client for reply in replies if reply.client < len(self.samples)]
-        return {k: self.plan.steps(int(self.samples[k]), epochs) for k in known}
+        return {k: sum(self.plan.steps(int(self.samples[k]), length) for length in lengths) for k in known}
 
     def note(self, reasons: Mapping[int, str]) -> None:
         """Have the round's record name these clients, whose replies to other orders than `train` are refused."""
