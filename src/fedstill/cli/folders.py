@@ -22,7 +22,7 @@ from ..run.result import Run
 SUMMARY, FIGURE, RUN = "summary.json", "figure.png", "experiment.toml"
 DEMO = "demo"  # the command that may replace what it made
 FILES = (  # what a run writes into its folder
-    RUN, LOCK, SUMMARY, FIGURE, "partition.json", "environment.json", "metrics.jsonl", "scores.json", "choices.json",
+    RUN, LOCK, SUMMARY, FIGURE, "partition.json", "environment.json", "metrics.jsonl", "scores.json", "answers.json", "choices.json",
     "failed.json", "timeline.jsonl", "timeline.png",
     "checkpoints/round-*.safetensors", "checkpoints/round-*.json",
 )  # fmt: skip
