@@ -5,7 +5,7 @@ alike, a unit's difference d could as well have been −d, so the mean differenc
 
     T = Σ_s 1/S · 1/n_s · Σ_k d_sk          p = P(|T with random signs| ≥ |T|)
 
-seeds being blocks of equal weight, as in the tables. Up to EXACT units all signs are tried, else DRAWS of them, which are the same
+seeds being blocks of equal weight, as in the tables. Up to EXACT units all signs are tried, else DRAWS of them, the same ones
 every time; p counts the observed signs as one of the draws (Phipson and Smyth, 2010), so it is never 0. Holm's step-down
 procedure (1979) over all pairs keeps the chance of any wrong "differs" below LEVEL, also for the method that was found best.
 """
@@ -64,7 +64,7 @@ class Differences:
         unit = "clients, each with its mean over seeds" if self.averaged else "clients; seeds are blocks"
         pairs = len(self.pairs)
         corrected = f", Holm's correction for {pairs} pairs of methods" if pairs > 1 else ""
-        return f"paired permutation test of the mean over {self.units} {unit}{corrected}; level {LEVEL:.0%}"
+        return f"paired permutation test of the mean over {self.units} {unit}{corrected}; level {100 * LEVEL:g} %"
 
 
 def differences(rates: Rates, same_clients: bool = False) -> Differences:
@@ -78,7 +78,9 @@ def differences(rates: Rates, same_clients: bool = False) -> Differences:
     p = holm(permutation_test(weighted))
     labels = list(rates)
     found = {
-        (labels[a], labels[b]): Difference(float(row.sum()), float(corrected), int(np.count_nonzero(_both(values, a, b))))
+        (labels[a], labels[b]): Difference(
+            float(row.sum()), float(corrected), int(np.count_nonzero(_both(values, a, b)))
+        )
         for (a, b), row, corrected in zip(pairs, weighted, p, strict=True)
     }
     return Differences(found, len(units), same_clients and len({seed for of in rates.values() for seed, _ in of}) == 1)
@@ -133,7 +135,7 @@ def _weighted(difference: Floats, seeds: NDArray[np.int64]) -> Floats:
 
 def _all_signs(first: int, count: int, units: int) -> Floats:
     numbers = np.arange(first, first + count)[:, None]
-    return 1.0 - 2.0 * ((numbers >> np.arange(units)) & 1)
+    return np.asarray(1.0 - 2.0 * ((numbers >> np.arange(units)) & 1), np.float64)
 
 
 def _drawn(first: int, total: int, units: int) -> Floats:
@@ -142,4 +144,4 @@ def _drawn(first: int, total: int, units: int) -> Floats:
     words = -(-units // 64)
     drawn = plan.bits(plan.key(first, units), count * words).reshape(count, words)
     bits = np.unpackbits(drawn.astype("<u8").view(np.uint8), axis=1, bitorder="little")[:, :units]
-    return np.asarray(1.0 - 2.0 * bits)
+    return np.asarray(1.0 - 2.0 * bits, np.float64)

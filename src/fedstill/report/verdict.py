@@ -7,7 +7,7 @@ and c those that only the local one does. The gain is (b − c)/n, and its inter
     (b − c − nΔ)² ≤ z² · n(2 q(Δ) + Δ(1 − Δ)),     q the larger root of 2n·q² + B·q + C = 0,
     B = −b − c + (2n − b + c)Δ,   C = −cΔ(1 − Δ),
 
-q being the likeliest probability of "only local" if the gain is Δ. It keeps its level with few samples, and excludes 0 exactly where
+q being the likeliest probability of "only local" if the gain is Δ. It keeps its level with few samples; 0 is outside exactly where
 McNemar's test rejects. Where it is not known which samples were right, two accuracies on n samples each are all there is, and the
 interval is Newcombe's from two Wilson intervals (Statistics in Medicine 17, 1998, method 10), which is wider than need be.
 
@@ -20,8 +20,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
-
-import numpy as np
 
 from ..run.answers import Bits
 
@@ -56,7 +54,11 @@ class Verdict:
 
 
 def verdict(
-    client: str, seed: int, tests: int, rates: tuple[float, float], answers: tuple[Bits | None, Bits | None] = (None, None)
+    client: str,
+    seed: int,
+    tests: int,
+    rates: tuple[float, float],
+    answers: tuple[Bits | None, Bits | None] = (None, None),
 ) -> Verdict:
     """Return a client's verdict from its accuracies (local, federated) and, where both are known, its answers one by one."""
     local, federated = rates
@@ -122,8 +124,3 @@ def wilson(hits: int, n: int, z: float = Z) -> tuple[float, float]:
     p, square = hits / n, z * z
     centre, half = p + square / (2 * n), z * math.sqrt(p * (1 - p) / n + square / (4 * n * n))
     return max(0.0, (centre - half) / (1 + square / n)), min(1.0, (centre + half) / (1 + square / n))
-
-
-def by_chance(verdicts: list[Verdict]) -> float:
-    """Return how many verdicts would be decided by chance if the federation changed nothing."""
-    return float(np.sum([1 - LEVEL for _ in verdicts]))

@@ -14,14 +14,21 @@ NAMED = 4  # methods that a sentence names
 
 def answer(study: Study, tested: Differences | None, found: Mapping[str, list[Verdict]], label: str) -> Html:
     """Return the sentence that answers, and what follows it; `label` is the method that the verdicts are about."""
-    return join([tag("p", _best(study, tested), cls="answer"), *([tag("p", _served(study, found, label), cls="answer second")] if label in found else [])])
+    return join(
+        [
+            tag("p", _best(study, tested), cls="answer"),
+            *([tag("p", _served(study, found, label), cls="answer second")] if label in found else []),
+        ]
+    )
 
 
 def _best(study: Study, tested: Differences | None) -> Html:
     best = study.best
     stat = study.personal(best)
     over = f" ± {100 * stat.spread:.1f}" if stat.spread is not None and study.seeds > 1 else ""
-    reached = join([tag("strong", best), f" serves the clients with {100 * stat.value:.1f}{over} % accuracy on average"])
+    reached = join(
+        [tag("strong", best), f" serves the clients with {100 * stat.value:.1f}{over} % accuracy on average"]
+    )
     if tested is None:
         worst = study.mean(best, "personal_worst")
         return join([reached, f", the worst tenth of them with {100 * worst.value:.1f} %." if worst else "."])
@@ -29,12 +36,22 @@ def _best(study: Study, tested: Differences | None) -> Html:
     second = study.labels[1]
     ahead = 100 * tested.between(best, second).gain
     if not alike:
-        return join([reached, f", {ahead:.1f} points more than {second}, the next; the difference to every other is significant."])
+        return join(
+            [
+                reached,
+                f", {ahead:.1f} points more than {second}, the next; the difference to every other is significant.",
+            ]
+        )
     if len(alike) == len(study.labels) - 1:
         others = "the other" if len(alike) == 1 else f"any of the {len(alike)} others"
         return join([reached, f"; these runs do not show that it differs from {others if len(alike) > 1 else second}."])
     beaten = len(study.labels) - 1 - len(alike)
-    return join([reached, f", significantly more than {beaten} of the {len(study.labels) - 1} others; {_listed(alike)} may be as good."])
+    return join(
+        [
+            reached,
+            f", significantly more than {beaten} of the {len(study.labels) - 1} others; {_listed(alike)} may be as good.",
+        ]
+    )
 
 
 def _listed(labels: Sequence[str]) -> str:
@@ -46,7 +63,8 @@ def _served(study: Study, found: Mapping[str, list[Verdict]], label: str) -> Htm
     of = counts(found[label])
     total = len(found[label])
     unit = "clients" if study.seeds == 1 else f"clients (of {study.seeds} seeds)"
-    stay = tag("strong", f"{of['stay local']} better alone", cls="stay")
+    worse = tag("strong", f"{of['stay local'] or 'none'} worse", cls="stay")
     better = tag("strong", f"{of['join']} of {total} {unit} better", cls="join")
+    left = f"; for {of['undecided']} their own test samples do not decide." if of["undecided"] else "."
     name = "It" if label == study.best else join([label])
-    return join([escape(name), " serves ", better, " than training alone; ", stay, f", and for {of['undecided']} their own test samples do not decide."])
+    return join([escape(name), " serves ", better, " than training alone and ", worse, left])

@@ -37,9 +37,17 @@ def clients(study: Study, classes: Styles) -> Html:
     }
     words = "Width: density of clients; box: quartiles; line: median; diamond: mean; triangle: mean of the worst 10 % of clients."
     tenth = f"{len(next(iter(rates.values()))):,} clients" + (f" of {study.seeds} seeds" if study.seeds > 1 else "")
-    first = figure("clients", "Clients after the last round", lambda width: violins(rates, worst, classes, width), table, f"{tenth}. {words}")
+    first = figure(
+        "clients",
+        "Clients after the last round",
+        lambda width: violins(rates, worst, classes, width),
+        table,
+        f"{tenth}. {words}",
+    )
     explained = "The further right, the better; where a line leaves the ground is the worst client."
-    second = figure("cdf", "Share of clients up to an accuracy", lambda width: cumulative(rates, classes, width), table, explained)
+    second = figure(
+        "cdf", "Share of clients up to an accuracy", lambda width: cumulative(rates, classes, width), table, explained
+    )
     return join([first, second])
 
 
@@ -71,7 +79,8 @@ def violins(rates: dict[str, Floats], worst: dict[str, float], classes: Styles, 
         y = frame.y(row + 0.5)
         p25, median, p75 = np.percentile(of, (25, 50, 75))
         mean = float(of.mean())
-        tip = f"{label}: mean {mean:.1f} %, median {median:.1f}, quartiles {p25:.1f} to {p75:.1f}, worst 10 % {worst[label]:.1f}, worst client {of.min():.1f}"
+        tip = f"{label}: mean {mean:.1f} %, median {median:.1f}, quartiles {p25:.1f} to {p75:.1f}, "
+        tip += f"worst 10 % {worst[label]:.1f}, worst client {of.min():.1f}"
         at = np.linspace(max(frame.x.low, of.min() - 3), min(frame.x.high, of.max() + 3), GRID)
         heights = density(of, at)
         heights = heights / heights.max() * 0.44 * ROW
@@ -84,12 +93,31 @@ def violins(rates: dict[str, Floats], worst: dict[str, float], classes: Styles, 
                 tag("circle", cx=round(frame.x(float(a)), 1), cy=round(y + float(o), 1), r=1.8, cls="each")
                 for a, o in zip(of, offsets, strict=True)
             ]
-        marks.append(tag("rect", x=round(frame.x(p25), 1), y=y - 4, width=round(max(1.0, frame.x(p75) - frame.x(p25)), 1), height=8, cls="box"))
-        marks.append(tag("line", x1=round(frame.x(median), 1), x2=round(frame.x(median), 1), y1=y - 7, y2=y + 7, cls="median"))
+        marks.append(
+            tag(
+                "rect",
+                x=round(frame.x(p25), 1),
+                y=y - 4,
+                width=round(max(1.0, frame.x(p75) - frame.x(p25)), 1),
+                height=8,
+                cls="box",
+            )
+        )
+        marks.append(
+            tag("line", x1=round(frame.x(median), 1), x2=round(frame.x(median), 1), y1=y - 7, y2=y + 7, cls="median")
+        )
         tail = frame.x(worst[label])
-        marks.append(tag("path", d=path([(tail, y - 1), (tail - 5, y + 8), (tail + 5, y + 8)], close=True), cls="worst"))
+        marks.append(
+            tag("path", d=path([(tail, y - 1), (tail - 5, y + 8), (tail + 5, y + 8)], close=True), cls="worst")
+        )
         centre = frame.x(mean)
-        marks.append(tag("path", d=path([(centre, y - 6), (centre + 6, y), (centre, y + 6), (centre - 6, y)], close=True), cls="mean"))
+        marks.append(
+            tag(
+                "path",
+                d=path([(centre, y - 6), (centre + 6, y), (centre, y + 6), (centre - 6, y)], close=True),
+                cls="mean",
+            )
+        )
         parts.append(tag("g", *marks, cls=f"row {classes[label]}", data_tip=tip))
         parts.append(tag("text", shortened(label, letters), x=left - 8, y=y + 4, text_anchor="end", cls="name ink"))
         parts.append(tag("text", f"{mean:.1f}", x=frame.x.end + 8, y=y + 4, cls="value ink"))
@@ -102,7 +130,9 @@ def cumulative(rates: dict[str, Floats], classes: Styles, width: int) -> Html:
     named = coloured(classes)
     lines_of_names = math.ceil(len(named) / (2 if narrow else 5))
     top = 30 + 18 * lines_of_names
-    frame = Frame.of(width, (260 if narrow else 320) + 18 * lines_of_names, _range(rates), (0.0, 100.0), left=38, right=14, top=top)
+    frame = Frame.of(
+        width, (260 if narrow else 320) + 18 * lines_of_names, _range(rates), (0.0, 100.0), left=38, right=14, top=top
+    )
     parts = [frame.y_axis("% of clients"), frame.x_axis("test accuracy %, each client on its own data")]
     grey = [label for label in rates if label not in named]
     for label in [*grey, *reversed(named)]:
@@ -118,7 +148,12 @@ def cumulative(rates: dict[str, Floats], classes: Styles, width: int) -> Html:
         x, y = 8 + (width - 16) / across * (i % across), 14 + 18 * (i // across)
         parts.append(tag("path", d=path([(x, y - 4), (x + 20, y - 4)]), cls=f"line {classes[label]}"))
         parts.append(tag("text", shortened(label, 18), x=x + 26, y=y, cls="name ink", data_series=label))
-    box = f"{frame.x.low:.6g} {frame.x.high:.6g} {frame.x.start:.6g} {frame.x.end:.6g} {frame.y.low:.6g} {frame.y.high:.6g} {frame.y.start:.6g} {frame.y.end:.6g}"
-    return svg(width, frame.height, "Share of clients up to an accuracy", *parts, data_curves=box, data_x="%", data_y="of clients")
-
-
+    return svg(
+        width,
+        frame.height,
+        "Share of clients up to an accuracy",
+        *parts,
+        data_curves=frame.corners(),
+        data_x="%",
+        data_y="of clients",
+    )

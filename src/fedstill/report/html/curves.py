@@ -63,7 +63,13 @@ def curves(study: Study, classes: Styles) -> Html:
     if grey:
         notes.append(f"In colour: the best, the baselines and those asked for; grey: {grey} others (point at a line).")
     rows = [
-        (label, t, line.mean[i], line.deviation[i] if line.deviation else None, *(line.at[axis][i] for axis in axes[1:]))
+        (
+            label,
+            t,
+            line.mean[i],
+            line.deviation[i] if line.deviation else None,
+            *(line.at[axis][i] for axis in axes[1:]),
+        )
         for label, line in lines.items()
         for i, t in enumerate(line.rounds)
     ]
@@ -115,8 +121,19 @@ def draw(lines: Mapping[str, Curve], classes: Styles, axis: str, y: tuple[float,
     names = [
         join(
             [
-                tag("path", d=path([(x + 3, min(max(y, frame.y.end), frame.y.start)), (frame.x.end + 7, place)]), cls=f"leader {classes[label]}"),
-                tag("text", shortened(label, letters), x=frame.x.end + 10, y=place + 4, cls=f"name {classes[label]}", data_series=label),
+                tag(
+                    "path",
+                    d=path([(x + 3, min(max(y, frame.y.end), frame.y.start)), (frame.x.end + 7, place)]),
+                    cls=f"leader {classes[label]}",
+                ),
+                tag(
+                    "text",
+                    shortened(label, letters),
+                    x=frame.x.end + 10,
+                    y=place + 4,
+                    cls=f"name {classes[label]}",
+                    data_series=label,
+                ),
             ]
         )
         for (label, x, y), place in zip(ends, at, strict=True)
@@ -130,8 +147,7 @@ def draw(lines: Mapping[str, Curve], classes: Styles, axis: str, y: tuple[float,
         frame.x_axis(AXES[axis]),
         tag("g", *marks, clip_path=f"url(#{clip})"),
         *names,
-        data_curves=f"{frame.x.low:.6g} {frame.x.high:.6g} {frame.x.start:.6g} {frame.x.end:.6g} "
-        f"{frame.y.low:.6g} {frame.y.high:.6g} {frame.y.start:.6g} {frame.y.end:.6g}",
+        data_curves=frame.corners(),
         data_x=axis.removeprefix("simulated ").removesuffix("s").replace("megabyte", "MB"),
     )
 

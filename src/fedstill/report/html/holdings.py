@@ -19,7 +19,11 @@ def holdings(run: Result) -> Html | None:
         return None
     classes = len(next(iter(counts.values())))
     names = run.partition.get("labels")
-    labels = [str(name) for name in names] if isinstance(names, list) and len(names) == classes else [str(c) for c in range(classes)]
+    labels = (
+        [str(name) for name in names]
+        if isinstance(names, list) and len(names) == classes
+        else [str(c) for c in range(classes)]
+    )
     rows = [(run.client(str(k)), labels[c], n) for k, of in counts.items() for c, n in enumerate(of) if n]
     totals = [sum(of) for of in counts.values()]
     held = [sum(n > 0 for n in of) for of in counts.values()]
@@ -33,13 +37,23 @@ def holdings(run: Result) -> Html | None:
     first = {k: of[:CLASSES] for k, of in list(counts.items())[:CLIENTS]}
     clients = {k: run.client(str(k)) for k in first}
     table = csv(("client", "class", "samples"), rows)
-    return figure("holdings", "Samples of each class at each client", lambda width: draw(first, clients, labels, width), table, caption)
+    return figure(
+        "holdings",
+        "Samples of each class at each client",
+        lambda width: draw(first, clients, labels, width),
+        table,
+        caption,
+    )
 
 
 def draw(counts: Mapping[int, list[int]], clients: Mapping[int, str], labels: list[str], width: int) -> Html:
     """Draw the bubbles: a column for each client; on a phone a row."""
     narrow = width <= NARROW
-    across, down = ([*range(len(labels[: len(next(iter(counts.values())))]))], list(counts)) if narrow else (list(counts), [*range(len(next(iter(counts.values()))))])
+    across, down = (
+        ([*range(len(labels[: len(next(iter(counts.values())))]))], list(counts))
+        if narrow
+        else (list(counts), [*range(len(next(iter(counts.values()))))])
+    )
     name_across = (lambda i: labels[i]) if narrow else (lambda i: clients[i])
     name_down = (lambda i: clients[i]) if narrow else (lambda i: labels[i])
     letters = 9 if narrow else 16
@@ -53,7 +67,9 @@ def draw(counts: Mapping[int, list[int]], clients: Mapping[int, str], labels: li
     parts: list[Html] = []
     for i, b in enumerate(down):
         y = top + row * (i + 0.5)
-        parts.append(tag("line", x1=left, x2=round(left + step * len(across), 1), y1=round(y, 1), y2=round(y, 1), cls="grid"))
+        parts.append(
+            tag("line", x1=left, x2=round(left + step * len(across), 1), y1=round(y, 1), y2=round(y, 1), cls="grid")
+        )
         parts.append(tag("text", shortened(name_down(b), letters), x=left - 8, y=round(y + 4, 1), text_anchor="end"))
     for j, a in enumerate(across):
         for i, b in enumerate(down):
@@ -75,7 +91,15 @@ def draw(counts: Mapping[int, list[int]], clients: Mapping[int, str], labels: li
     every = max(1, math.ceil((min(long, letters) * LETTER + 6) / step))
     for j, a in enumerate(across):
         if j % every == 0:
-            parts.append(tag("text", shortened(name_across(a), letters), x=round(left + step * (j + 0.5), 1), y=base, text_anchor="middle"))
+            parts.append(
+                tag(
+                    "text",
+                    shortened(name_across(a), letters),
+                    x=round(left + step * (j + 0.5), 1),
+                    y=base,
+                    text_anchor="middle",
+                )
+            )
     words = "class across, client down" if narrow else "client across, class down"
     key = tag("text", f"{words}; the largest bubble: {largest:,} samples", x=left, y=base + 22, cls="label")
     return svg(width, base + 30, "Samples of each class at each client", *parts, key)

@@ -20,7 +20,7 @@ from .style import styles
 from .tables import Table
 
 REPORT = "report.html"
-HASH = 12  # letters of a hash
+FORBIDDEN = "base-uri 'none'; form-action 'none'"
 
 
 def write(folders: Sequence[Path], out: Path | None = None, method: str = "", line: str = "") -> Path:
@@ -68,7 +68,7 @@ def document(title: str, facts: str, body: Sequence[object]) -> str:
     """Return a page with its styles and script; nothing is loaded from anywhere, which a policy in the page enforces."""
     style, figure, script = (_file(name) for name in ("page.css", "figure.css", "page.js"))
     hashes = " ".join(f"'{_digest(text)}'" for text in (style, figure))
-    policy = f"default-src 'none'; style-src {hashes}; script-src '{_digest(script)}'; img-src data:; base-uri 'none'; form-action 'none'"
+    policy = f"default-src 'none'; style-src {hashes}; script-src '{_digest(script)}'; img-src data:; {FORBIDDEN}"
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -87,7 +87,9 @@ def document(title: str, facts: str, body: Sequence[object]) -> str:
     return f"<!doctype html>\n{page}\n"
 
 
-def of_tables(title: str, facts: str, sentences: Sequence[str], tables: Sequence[Table], figures: Sequence[Html] = ()) -> str:
+def of_tables(
+    title: str, facts: str, sentences: Sequence[str], tables: Sequence[Table], figures: Sequence[Html] = ()
+) -> str:
     """Return a page of tables and figures, such as those of a reproduction, under sentences of one's own."""
     said = [tag("p", sentence, cls="answer" if i == 0 else "answer second") for i, sentence in enumerate(sentences)]
     return document(title, facts, [*said, *(table.html() for table in tables), *figures])
@@ -131,7 +133,9 @@ def _warnings(study: Study) -> list[Html]:
     lines += [f"not finished: {line}" for line in study.unfinished]
     hashes = {run.divided for runs in study.runs.values() for run in runs if run.seed == study.first.seed}
     if len(hashes) > 1:
-        lines.append("these runs have other data, or divided it otherwise: their numbers are not comparable client by client")
+        lines.append(
+            "these runs have other data, or divided it otherwise: their numbers are not comparable client by client"
+        )
     return [tag("p", *(join([line, tag("br")]) for line in lines), cls="warn")] if lines else []
 
 
@@ -141,17 +145,30 @@ def _made(study: Study) -> Html:
     parts: list[Html] = []
     if study.command:
         parts += [tag("h3", "The command"), tag("pre", study.command)]
-    again = f"fedstill run {study.first.folder / 'experiment.toml'}"
-    parts += [tag("h3", f"One run again, exactly: {study.best}, seed {study.first.seed}"), tag("pre", again)]
+    again = f"fedstill run {study.first.where} --out ANOTHER"
+    title = f"One run again, from the folder of this report: {study.best}, seed {study.first.seed}"
+    parts += [tag("h3", title), tag("pre", again)]
     shared = {name: value for name, value in _shared(runs).items() if value not in ("", [], None)}
-    versions = _together([run.environment for run in runs], ("fedstill", "python", "torch", "numpy", "device", "threads", "platform"))
+    versions = _together(
+        [run.environment for run in runs], ("fedstill", "python", "torch", "numpy", "device", "threads", "platform")
+    )
     parts.append(_pairs("Versions and device", versions, open_=True))
-    hashes = {f"seed {run.seed}": str(run.partition.get("hash", "unknown")) for run in sorted(runs, key=lambda run: run.seed)}
+    hashes = {
+        f"seed {run.seed}": str(run.partition.get("hash", "unknown")) for run in sorted(runs, key=lambda run: run.seed)
+    }
     parts.append(_pairs("Partition hash", hashes, open_=True))
-    varying = {name.removeprefix("method."): ", ".join(f"{label}: {_word(v)}" for label, v in zip(study.runs, values, strict=True) if v is not None) for name, values in study.varying.items() if name != "method.id"}
+    varying = {
+        name.removeprefix("method."): ", ".join(
+            f"{label}: {_word(v)}" for label, v in zip(study.runs, values, strict=True) if v is not None
+        )
+        for name, values in study.varying.items()
+        if name != "method.id"
+    }
     if varying:
         parts.append(_pairs("Settings in which they differ", varying))
-    parts.append(_pairs(f"All {len(shared)} settings that they share", {name: _word(value) for name, value in shared.items()}))
+    parts.append(
+        _pairs(f"All {len(shared)} settings that they share", {name: _word(value) for name, value in shared.items()})
+    )
     return join(parts)
 
 

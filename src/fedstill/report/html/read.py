@@ -30,6 +30,7 @@ class Result:
 
     folder: Path
     settings: Record  # experiment.toml; the method's own are in the table "method"
+    where: str  # its experiment.toml, seen from the folder of all results
     history: Sequence[Record]
     partition: Record  # without the lists of samples
     environment: Record
@@ -125,7 +126,7 @@ class Study:
 
     def personal(self, label: str) -> Stat:
         """Return the accuracy by the default contract; ± over seeds, or over clients where all have one seed."""
-        stat = stat_of([Evaluation().of([*run.history]) for run in self.runs[label]])
+        stat = stat_of([Evaluation().of([dict(record) for record in run.history]) for run in self.runs[label]])
         return stat if self.seeds > 1 else Stat(stat.value, float(self.runs[label][0].last["personal_std"]))
 
     def mean(self, label: str, name: str) -> Stat | None:
@@ -170,7 +171,7 @@ def read(folders: Sequence[Path], command: str = "") -> Study:
         notes |= {name: str(words) for name, words in summary.get("scores", {}).items()}
         command = command or str(summary.get("line", ""))
         for folder in found:
-            one = _run(folder, _numbers(summary, folder.relative_to(root).as_posix() if folder != root else ""))
+            one = _run(root, folder, _numbers(summary, folder.relative_to(root).as_posix() if folder != root else ""))
             label = _label(root, folder, one)
             label = f"{root.name}: {label}" if len(folders) > 1 and label in _labels_of(folders, root) else label
             if not one.scored:
@@ -192,7 +193,7 @@ def _runs_in(root: Path) -> Iterator[Path]:
         yield from sorted(file.parent for file in root.glob(pattern))
 
 
-def _run(folder: Path, numbers: Record) -> Result:
+def _run(root: Path, folder: Path, numbers: Record) -> Result:
     """Read one run's folder."""
     try:
         settings = read_toml(folder / EXPERIMENT)
@@ -207,7 +208,17 @@ def _run(folder: Path, numbers: Record) -> Result:
     history = journal.history()
     gaps = [record["forgetting"] for record in history if "forgetting" in record]
     after |= {"forgetting": float(np.mean(gaps[-10:]))} if gaps else {}
-    return Result(folder, settings, history, partition, _optional(folder / ENVIRONMENT), numbers.get("round_cost", {}), after)
+    where = (folder / EXPERIMENT).relative_to(root).as_posix()
+    return Result(
+        folder,
+        settings,
+        where,
+        history,
+        partition,
+        _optional(folder / ENVIRONMENT),
+        numbers.get("round_cost", {}),
+        after,
+    )
 
 
 def _label(root: Path, folder: Path, one: Result) -> str:
@@ -218,7 +229,7 @@ def _label(root: Path, folder: Path, one: Result) -> str:
 def _labels_of(folders: Sequence[Path], besides: Path) -> set[str]:
     """Return the labels that other folders have."""
     others = [(root, folder) for root in folders if root != besides for folder in _runs_in(root)]
-    return {_label(root, folder, _run(folder, {})) for root, folder in others}
+    return {_label(root, folder, _run(root, folder, {})) for root, folder in others}
 
 
 def _summary(root: Path) -> dict[str, Any]:

@@ -33,10 +33,14 @@ def results(study: Study, tested: Differences | None, found: Mapping[str, list[V
         columns.append(Column(heading, [_percent(study.mean(label, name)) for label in labels]))
     generic = {label: next((name for name in GENERIC if study.mean(label, name)), None) for label in labels}
     if any(generic.values()):
-        columns.append(Column("generic %", [_percent(study.mean(k, name) if name else None) for k, name in generic.items()]))
+        columns.append(
+            Column("generic %", [_percent(study.mean(k, name) if name else None) for k, name in generic.items()])
+        )
     headings = scores.headings()
     further = {name: [study.mean(label, name) for label in labels] for name in headings}
-    columns += [Column(headings[name], [_percent(stat) for stat in stats]) for name, stats in further.items() if any(stats)]
+    columns += [
+        Column(headings[name], [_percent(stat) for stat in stats]) for name, stats in further.items() if any(stats)
+    ]
     if any("epsilon" in run.history[-1] for runs in study.runs.values() for run in runs):
         columns.append(Column("ε", [_epsilon(study, label) for label in labels]))
     if found:
@@ -46,12 +50,16 @@ def results(study: Study, tested: Differences | None, found: Mapping[str, list[V
         columns.append(Column("stay local", [NONE if c is None else str(c["stay local"]) for c in cells]))
     if study.seeds > 1:
         columns.append(Column("seeds", [str(len(study.runs[label])) for label in labels]))
-    notes: list[object] = [f"personal %: {Evaluation()}; ± standard deviation over {'seeds (n − 1)' if study.seeds > 1 else 'clients'}"]
+    notes: list[object] = [
+        f"personal %: {Evaluation()}; ± standard deviation over {'seeds (n − 1)' if study.seeds > 1 else 'clients'}"
+    ]
     if tested:
         notes.append(f"p and {ALIKE}: {tested.words()}. {ALIKE} not shown to differ from {best}.")
     notes.append("worst 10 %: mean of the worst tenth of clients")
     notes += [f"generic %: {GENERIC[name]}" for name in dict.fromkeys(generic.values()) if name]
-    notes += [f"{headings[name]}: {study.notes[name]}" for name in further if any(further[name]) and name in study.notes]
+    notes += [
+        f"{headings[name]}: {study.notes[name]}" for name in further if any(further[name]) and name in study.notes
+    ]
     served = [label for label in labels if _generic_only(study, label)]
     if served:
         notes.append(f"{', '.join(served)}: no personal model, so the generic one serves every client")
@@ -75,11 +83,15 @@ def costs(study: Study) -> Table:
             columns.append(Column(*scaled(heading, values, plain=plain)))
     columns.append(Column("seconds", [f"{_sum(study, label, 'seconds') or 0.0:,.1f}" for label in labels]))
     if all("time" in run.history[-1] for runs in study.runs.values() for run in runs):
-        times = [sum(float(run.history[-1]["time"]) for run in study.runs[label]) / len(study.runs[label]) for label in labels]
+        times = [
+            sum(float(run.history[-1]["time"]) for run in study.runs[label]) / len(study.runs[label])
+            for label in labels
+        ]
         columns.append(Column("simulated s", [f"{time:,.4g}" for time in times]))
     notes = [
         "steps, FLOPs, B: one participant in a round, down + up; FLOPs of products and convolutions, client of mean size",
-        "B in all: all clients, all rounds; seconds: of the rounds, as this machine took them" + ("; means over seeds" if study.seeds > 1 else ""),
+        "B in all: all clients, all rounds; seconds: of the rounds, as this machine took them"
+        + ("; means over seeds" if study.seeds > 1 else ""),
     ]
     return Table("costs", "What it cost", columns, notes=notes)
 
@@ -118,9 +130,13 @@ def _cost(study: Study, label: str, name: str) -> float | None:
             flops = run.cost.get("flops")
             found.append(float(flops["total"]) if isinstance(flops, dict) and "total" in flops else None)
         elif name == "steps":
-            found.append(_mean([record["steps"] / len(record["participants"]) for record in records if "steps" in record]))
+            found.append(
+                _mean([record["steps"] / len(record["participants"]) for record in records if "steps" in record])
+            )
         else:
-            found.append(_mean([record["bytes_down"] + record["bytes_up"] for record in run.history if "bytes_up" in record]))
+            found.append(
+                _mean([record["bytes_down"] + record["bytes_up"] for record in run.history if "bytes_up" in record])
+            )
     return _mean(found)
 
 

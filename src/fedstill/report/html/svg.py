@@ -26,6 +26,7 @@ class Scale:
     end: float
 
     def __call__(self, value: float) -> float:
+        """Return where a value is."""
         span = self.high - self.low or 1.0
         return self.start + (value - self.low) / span * (self.end - self.start)
 
@@ -54,9 +55,9 @@ def number(value: float) -> str:
     """Format a tick.
 
     >>> number(2000.0), number(0.25), number(1e-6)
-    ('2,000', '0.25', '1e-06')
+    ('2,000', '0.25', '1e−06')
     """
-    return f"{value:,.0f}" if value == int(value) and abs(value) < 1e7 else f"{value:.4g}"
+    return (f"{value:,.0f}" if value == int(value) and abs(value) < 1e7 else f"{value:.4g}").replace("-", "−")
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,16 @@ class Frame:
         parts = []
         for value in self.x.ticks(room) if at is None else at:
             x = round(self.x(value), 1)
-            parts.append(tag("line", x1=x, x2=x, y1=top if grid else base, y2=base if grid else base + 4, cls="grid" if grid else "tick"))
+            parts.append(
+                tag(
+                    "line",
+                    x1=x,
+                    x2=x,
+                    y1=top if grid else base,
+                    y2=base if grid else base + 4,
+                    cls="grid" if grid else "tick",
+                )
+            )
             parts.append(tag("text", number(value), x=x, y=base + 17, text_anchor="middle"))
         middle = (self.x.start + self.x.end) / 2
         name = tag("text", label, x=middle, y=self.height - 6, text_anchor="middle", cls="label")
@@ -106,16 +116,32 @@ class Frame:
             parts.append(tag("text", number(value), x=self.x.start - 7, y=y + 4, text_anchor="end"))
         return join([*parts, tag("text", label, x=2, y=self.y.end - 12, cls="label")])
 
+    def corners(self) -> str:
+        """Return both scales as the page's script reads them."""
+        ends = [(s.low, s.high, s.start, s.end) for s in (self.x, self.y)]
+        return " ".join(f"{value:.6g}" for scale in ends for value in scale)
+
     def clip(self, name: str) -> Html:
         """Return a clipping path of the frame."""
-        box = tag("rect", x=self.x.start, y=self.y.end, width=self.x.end - self.x.start, height=self.y.start - self.y.end)
+        box = tag(
+            "rect", x=self.x.start, y=self.y.end, width=self.x.end - self.x.start, height=self.y.start - self.y.end
+        )
         return tag("clipPath", box, id=name)
 
 
 def svg(width: int, height: float, title: str, *children: object, **attributes: object) -> Html:
     """Return a figure."""
     box = f"0 0 {width} {math.ceil(height)}"
-    return tag("svg", *children, view_box=box, cls="fig", role="img", aria_label=title, xmlns="http://www.w3.org/2000/svg", **attributes)
+    return tag(
+        "svg",
+        *children,
+        view_box=box,
+        cls="fig",
+        role="img",
+        aria_label=title,
+        xmlns="http://www.w3.org/2000/svg",
+        **attributes,
+    )
 
 
 def path(points: Sequence[tuple[float, float]], close: bool = False) -> str:
@@ -179,7 +205,12 @@ def panes(name: str, title: str, drawings: dict[str, Drawing], csv: str, caption
         )
         for i, draw in enumerate(drawings.values())
     ]
-    links = tag("div", download("CSV", csv, f"{name}.csv"), tag("button", "SVG", type="button", cls="get", data_svg=name), cls="gets")
+    links = tag(
+        "div",
+        download("CSV", csv, f"{name}.csv"),
+        tag("button", "SVG", type="button", cls="get", data_svg=name),
+        cls="gets",
+    )
     choice = tag("div", *buttons, cls="choice", role="group") if len(buttons) > 1 else ""
     head = tag("div", tag("h3", title), choice, links, cls="head")
     note = tag("figcaption", escape(caption)) if caption else ""

@@ -9,7 +9,14 @@ from .markup import Html, csv, data_uri, download, tag
 
 LATEX = {
     **{"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}"},
-    **{"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "−": "$-$", "–": "--", "ε": r"$\varepsilon$"},
+    **{
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "±": r"$\pm$",
+        "−": "$-$",
+        "–": "--",
+        "ε": r"$\varepsilon$",
+    },
     **{"†": r"$^\dagger$", "<": "$<$", ">": "$>$", "λ": r"$\lambda$", "τ": r"$\tau$", "…": r"\dots{}", "·": r"$\cdot$"},
 }
 
@@ -25,7 +32,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns of equal length; the rows in `strong` stand out."""
+    """Columns of equal length; the first two cells of the rows in `strong` stand out."""
 
     name: str
     title: str
@@ -44,7 +51,10 @@ class Table:
     def markdown(self) -> str:
         """Return the table in Markdown."""
         lines = [[column.heading for column in self.columns], [":--" if c.left else "--:" for c in self.columns]]
-        lines += [[f"**{cell}**" if i in self.strong else cell for cell in row] for i, row in enumerate(self.rows())]
+        lines += [
+            [f"**{cell}**" if i in self.strong and n < 2 else cell for n, cell in enumerate(row)]
+            for i, row in enumerate(self.rows())
+        ]
         return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 
     def latex(self) -> str:
@@ -52,11 +62,15 @@ class Table:
         head = " & ".join(latex(column.heading) for column in self.columns)
         rows = []
         for i, row in enumerate(self.rows()):
-            cells = [rf"\textbf{{{latex(cell)}}}" if i in self.strong else latex(cell) for cell in row]
+            cells = [
+                rf"\textbf{{{latex(cell)}}}" if i in self.strong and n < 2 else latex(cell)
+                for n, cell in enumerate(row)
+            ]
             rows.append(" & ".join(cells) + r" \\")
         kinds = "".join("l" if column.left else "r" for column in self.columns)
         body = "\n".join(rows)
-        return f"% \\usepackage{{booktabs}}\n\\begin{{tabular}}{{{kinds}}}\n\\toprule\n{head} \\\\\n\\midrule\n{body}\n\\bottomrule\n\\end{{tabular}}\n"
+        top = f"% \\usepackage{{booktabs}}\n\\begin{{tabular}}{{{kinds}}}\n\\toprule\n{head} \\\\\n\\midrule"
+        return f"{top}\n{body}\n\\bottomrule\n\\end{{tabular}}\n"
 
     def html(self) -> Html:
         """Return the table with its title, links and notes."""

@@ -55,24 +55,24 @@ def section(study: Study, found: Mapping[str, list[Verdict]], label: str) -> Htm
     how = (
         "Tango's score interval for paired proportions, from the same test samples under both models"
         if paired
-        else "Newcombe's interval from two accuracies, since which samples were right is not recorded for all clients: wider than need be"
+        else "Newcombe's interval from two accuracies, since it is not known for all clients which samples were right"
     )
     chance = (1 - LEVEL) * len(of)
     each = f"{len(of):,} clients" + (f" of {len({one.seed for one in of})} seeds" if study.seeds > 1 else "")
     first = figure(
         "verdicts",
-        "Join, or stay local? Clients by method",
+        "Clients by method",
         lambda width: bars(found, width),
         table,
-        f"Compared with local training of the same client, {each}. Decided: the {LEVEL:.0%} interval of its gain does not hold 0. "
-        f"If federation changed nothing, about {number(round(chance, 1))} of {len(of)} would be decided all the same.",
+        f"Compared with local training of the same client, {each}. Decided: the {100 * LEVEL:g} % interval of its gain "
+        f"does not hold 0. If federation changed nothing, about {chance:.0f} of {len(of)} would be decided all the same.",
     )
     second = figure(
         "gains",
         f"Gain of every client from {label}",
         lambda width: gains(of[:SHOWN], width),
         csv(_header(study.seeds > 1), [_cells(one, study.seeds > 1) for one in of]),
-        f"Accuracy with {label} minus accuracy alone, in points, best first; bars: {LEVEL:.0%} interval ({how}). "
+        f"Accuracy with {label} minus accuracy alone, in points, best first; bars: {100 * LEVEL:g} % interval ({how}). "
         "The interval is about these two models on other samples of the client, not about another training.",
     )
     return join([first, second, listing(of, label, study.seeds > 1)])
@@ -82,7 +82,11 @@ def listing(of: Sequence[Verdict], label: str, several_seeds: bool) -> Html:
     """Return the table of one method's verdicts, folded."""
     header = tag("tr", *(tag("th", text, cls="" if i else "first") for i, text in enumerate(_header(several_seeds))))
     rows = [
-        tag("tr", *(tag("td", _shown(cell), cls="" if i else "first") for i, cell in enumerate(_cells(one, several_seeds))), cls=SIDES[one.side][0])
+        tag(
+            "tr",
+            *(tag("td", _shown(cell), cls="" if i else "first") for i, cell in enumerate(_cells(one, several_seeds))),
+            cls=SIDES[one.side][0],
+        )
         for one in of[:LISTED]
     ]
     table = tag("div", tag("table", tag("thead", header), tag("tbody", *rows)), cls="scroll")
@@ -113,9 +117,9 @@ def bars(found: Mapping[str, list[Verdict]], width: int) -> Html:
     letters = 12 if narrow else 24
     left = min(letters, max(map(len, found))) * LETTER + 16
     keys = 3 if narrow else 1
-    top = 12 + 18 * keys
-    height = top + ROW * len(found) + 8
-    frame = Frame.of(width, int(height), (0.0, 1.0), (len(found), 0.0), left=left, right=14, top=top, bottom=8)
+    above = 12 + 18 * keys
+    height = above + ROW * len(found) + 8
+    frame = Frame.of(width, int(height), (0.0, 1.0), (len(found), 0.0), left=left, right=14, top=above, bottom=8)
     parts: list[Html] = []
     x = 8.0
     for i, (cls, words) in enumerate(SIDES.values()):
@@ -123,24 +127,50 @@ def bars(found: Mapping[str, list[Verdict]], width: int) -> Html:
         parts += [tag("rect", x=x, y=y - 10, width=12, height=12, cls=cls), tag("text", words, x=x + 18, y=y)]
         x += 0 if narrow else len(words) * LETTER + 46
     for row, (label, of) in enumerate(found.items()):
-        y, at, total = frame.y(row) + 3, 0, counts(of)
+        top, total, at = frame.y(row) + 3, counts(of), 0
         tip = f"{label}: " + ", ".join(f"{number(count)} {side}" for side, count in total.items())
         shown: list[Html] = []
         for side, (cls, _) in SIDES.items():
             share = total[side] / len(of)
             if share:
                 start, end = frame.x(at / len(of)), frame.x(at / len(of) + share)
-                shown.append(tag("rect", x=round(start, 1), y=y, width=round(max(0.5, end - start - 1), 1), height=ROW - 6, cls=cls))
+                shown.append(
+                    tag(
+                        "rect",
+                        x=round(start, 1),
+                        y=top,
+                        width=round(max(0.5, end - start - 1), 1),
+                        height=ROW - 6,
+                        cls=cls,
+                    )
+                )
                 if end - start > 9 * len(str(total[side])) + 4:
-                    shown.append(tag("text", total[side], x=round((start + end) / 2, 1), y=y + 14, text_anchor="middle", cls=f"on-{cls}"))
+                    shown.append(
+                        tag(
+                            "text",
+                            total[side],
+                            x=round((start + end) / 2, 1),
+                            y=top + 14,
+                            text_anchor="middle",
+                            cls=f"on-{cls}",
+                        )
+                    )
             at += total[side]
         parts.append(tag("g", *shown, data_tip=tip))
-        parts.append(tag("text", shortened(label, letters), x=left - 8, y=y + 14, text_anchor="end", cls="name ink"))
+        parts.append(tag("text", shortened(label, letters), x=left - 8, y=top + 14, text_anchor="end", cls="name ink"))
     return svg(width, height, "Verdicts by method", *parts)
+
+
+def _tip(one: Verdict, several_seeds: bool) -> str:
+    who = f"client {one.client}{f', seed {one.seed}' if several_seeds else ''}"
+    interval = f"{100 * one.gain:+.1f} points, {100 * one.low:+.1f} to {100 * one.high:+.1f}"
+    rates = f"alone {100 * one.local:.1f} %, federated {100 * one.federated:.1f} %"
+    return f"{who}: {one.side}; {interval}; {rates}; {one.tests} test samples"
 
 
 def gains(of: Sequence[Verdict], width: int) -> Html:
     """Draw every client's gain with its interval, in the order given."""
+    several = len({one.seed for one in of}) > 1
     low, high = min(100 * one.low for one in of), max(100 * one.high for one in of)
     margin = 0.04 * (high - low)
     height = 260 if width <= NARROW else 340
@@ -151,13 +181,27 @@ def gains(of: Sequence[Verdict], width: int) -> Html:
     radius = max(1.2, min(4.0, 0.36 * step))
     for i, one in enumerate(of):
         x = round(frame.x(i), 1)
-        tip = (
-            f"client {one.client}{f', seed {one.seed}' if len({v.seed for v in of[:2]} | {of[-1].seed}) > 1 else ''}: {one.side}; {100 * one.gain:+.1f} points, "
-            f"{100 * one.low:+.1f} to {100 * one.high:+.1f}; alone {100 * one.local:.1f} %, federated {100 * one.federated:.1f} %, {one.tests} test samples"
+        tip = _tip(one, several)
+        bar = tag(
+            "line",
+            x1=x,
+            x2=x,
+            y1=round(frame.y(100 * one.high), 1),
+            y2=round(frame.y(100 * one.low), 1),
+            cls="whisker",
+            stroke_width=round(max(0.6, min(2.0, 0.3 * step)), 2),
         )
-        bar = tag("line", x1=x, x2=x, y1=round(frame.y(100 * one.high), 1), y2=round(frame.y(100 * one.low), 1), cls="whisker", stroke_width=round(max(0.6, min(2.0, 0.3 * step)), 2))
         dot = tag("circle", cx=x, cy=round(frame.y(100 * one.gain), 1), r=round(radius, 2))
         parts.append(tag("g", bar, dot, cls=f"client {SIDES[one.side][0]}", data_tip=tip))
     parts.append(tag("line", x1=frame.x.start, x2=frame.x.end, y1=zero, y2=zero, cls="zero"))
-    parts.append(tag("text", "clients, best gain first", x=(frame.x.start + frame.x.end) / 2, y=height - 6, text_anchor="middle", cls="label"))
+    parts.append(
+        tag(
+            "text",
+            "clients, best gain first",
+            x=(frame.x.start + frame.x.end) / 2,
+            y=height - 6,
+            text_anchor="middle",
+            cls="label",
+        )
+    )
     return svg(width, height, "Gain of every client", *parts)
