@@ -11,7 +11,7 @@ import numpy as np
 from .markup import Html, csv, join, tag
 from .read import Result, Study
 from .style import Styles, coloured
-from .svg import LETTER, NARROW, Frame, number, panes, path, shortened, spread, svg
+from .svg import LETTER, NARROW, Drawing, Frame, number, panes, path, shortened, spread, svg
 
 POINTS = 240  # of a line at most
 SETTLED = 0.25  # the share of the rounds after which every point is in sight
@@ -94,7 +94,7 @@ def in_sight(lines: Mapping[str, Curve], chosen: Sequence[str]) -> tuple[float, 
     return low, high, hidden
 
 
-def _drawing(lines: Mapping[str, Curve], classes: Styles, axis: str, low: float, high: float):  # type: ignore[no-untyped-def]
+def _drawing(lines: Mapping[str, Curve], classes: Styles, axis: str, low: float, high: float) -> Drawing:
     return lambda width: draw(lines, classes, axis, (low, high), width)
 
 
@@ -107,7 +107,7 @@ def draw(lines: Mapping[str, Curve], classes: Styles, axis: str, y: tuple[float,
     last = max((line.at[axis][-1] for line in lines.values()), default=1.0) or 1.0
     first = min(line.at[axis][0] for line in lines.values()) if axis == "rounds" else 0.0
     first = first if first < last else 0.0
-    frame = Frame.of(width, height, (first, last), y, left=38, right=letters * LETTER + 20, top=24)
+    frame = Frame.of(width, height, (first, last), y, left=38, right=letters * LETTER + 30, top=24)
     clip = f"clip-{axis.replace(' ', '-')}-{width}"
     grey = [label for label in lines if label not in named]
     marks: list[Html] = []
@@ -119,23 +119,7 @@ def draw(lines: Mapping[str, Curve], classes: Styles, axis: str, y: tuple[float,
             ends.append((label, *end))
     at = spread([min(max(y, frame.y.end), frame.y.start) for _, _, y in ends], frame.y.end + 2, frame.y.start)
     names = [
-        join(
-            [
-                tag(
-                    "path",
-                    d=path([(x + 3, min(max(y, frame.y.end), frame.y.start)), (frame.x.end + 7, place)]),
-                    cls=f"leader {classes[label]}",
-                ),
-                tag(
-                    "text",
-                    shortened(label, letters),
-                    x=frame.x.end + 10,
-                    y=place + 4,
-                    cls=f"name {classes[label]}",
-                    data_series=label,
-                ),
-            ]
-        )
+        _name(label, classes[label], (x, y), place, frame, letters)
         for (label, x, y), place in zip(ends, at, strict=True)
     ]
     return svg(
@@ -150,6 +134,18 @@ def draw(lines: Mapping[str, Curve], classes: Styles, axis: str, y: tuple[float,
         data_curves=frame.corners(),
         data_x=axis.removeprefix("simulated ").removesuffix("s").replace("megabyte", "MB"),
     )
+
+
+def _name(label: str, cls: str, end: tuple[float, float], y: float, frame: Frame, letters: int) -> Html:
+    """Return a method's name beside its line's end, with a stub of its colour."""
+    x = frame.x.end
+    inside = min(max(end[1], frame.y.end), frame.y.start)
+    leader = tag("path", d=path([(end[0] + 2, inside), (x + 8, y)]), cls=f"leader {cls}")
+    stub = tag("line", x1=round(x + 8, 1), x2=round(x + 17, 1), y1=round(y, 1), y2=round(y, 1), cls=f"stub {cls}")
+    text = tag(
+        "text", shortened(label, letters), x=round(x + 21, 1), y=round(y + 4, 1), cls=f"name {cls}", data_series=label
+    )
+    return join([leader, stub, text])
 
 
 def _line(label: str, line: Curve, cls: str, axis: str, frame: Frame) -> tuple[Html, tuple[float, float]]:

@@ -48,7 +48,7 @@ def results(study: Study, tested: Differences | None, found: Mapping[str, list[V
         columns.append(Column("join", [NONE if c is None else str(c["join"]) for c in cells]))
         columns.append(Column("undecided", [NONE if c is None else str(c["undecided"]) for c in cells]))
         columns.append(Column("stay local", [NONE if c is None else str(c["stay local"]) for c in cells]))
-    if study.seeds > 1:
+    if len({len(runs) for runs in study.runs.values()}) > 1:
         columns.append(Column("seeds", [str(len(study.runs[label])) for label in labels]))
     notes: list[object] = [
         f"personal %: {Evaluation()}; ± standard deviation over {'seeds (n − 1)' if study.seeds > 1 else 'clients'}"

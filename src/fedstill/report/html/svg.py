@@ -46,7 +46,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
         return [low]
     raw = span / max(1, count)
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next((power * m for m in (1, 2, 5, 10) if raw <= power * m * 1.0001), power * 10)
+    step = next((power * m for m in (1, 2, 5, 10) if raw <= power * m * 1.3), power * 10)
     first = math.ceil(low / step - 1e-9)
     return [round(i * step, 12) + 0.0 for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
