@@ -7,7 +7,7 @@ and c those that only the local one does. The gain is (b − c)/n, and its inter
     (b − c − nΔ)² ≤ z² · n(2 q(Δ) + Δ(1 − Δ)),     q the larger root of 2n·q² + B·q + C = 0,
     B = −b − c + (2n − b + c)Δ,   C = −cΔ(1 − Δ),
 
-q being the likeliest probability of "only local" if the gain is Δ. It keeps its level with few samples; 0 is outside exactly where
+q being the likeliest probability of "only local" if the gain is Δ. It keeps its level with few samples; 0 is outside just where
 McNemar's test rejects. Where it is not known which samples were right, two accuracies on n samples each are all there is, and the
 interval is Newcombe's from two Wilson intervals (Statistics in Medicine 17, 1998, method 10), which is wider than need be.
 

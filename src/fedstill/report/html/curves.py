@@ -58,7 +58,9 @@ def curves(study: Study, classes: Styles) -> Html:
     band = "; band: ± standard deviation over seeds" if study.seeds > 1 else ""
     notes = [f"Personal model, mean per client, on the clients' own test data{band}."]
     if hidden:
-        notes.append(f"The axis begins at {number(low)} %; {hidden} points, most of early rounds, lie below it.")
+        notes.append(
+            f"The axis begins at {number(round(low, 1))} %; {hidden} points, most of early rounds, lie below it."
+        )
     grey = len(classes) - len(coloured(classes))
     if grey:
         notes.append(f"In colour: the best, the baselines and those asked for; grey: {grey} others (point at a line).")

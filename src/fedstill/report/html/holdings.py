@@ -10,6 +10,7 @@ from .read import Result
 from .svg import LETTER, NARROW, figure, shortened, svg
 
 CLIENTS, CLASSES = 100, 60  # drawn at most
+ON_A_PHONE = 40  # clients
 
 
 def holdings(run: Result) -> Html | None:
@@ -49,11 +50,10 @@ def holdings(run: Result) -> Html | None:
 def draw(counts: Mapping[int, list[int]], clients: Mapping[int, str], labels: list[str], width: int) -> Html:
     """Draw the bubbles: a column for each client; on a phone a row."""
     narrow = width <= NARROW
-    across, down = (
-        ([*range(len(labels[: len(next(iter(counts.values())))]))], list(counts))
-        if narrow
-        else (list(counts), [*range(len(next(iter(counts.values()))))])
-    )
+    number = len(next(iter(counts.values())))
+    across, down = [*counts], [*range(number)]
+    if narrow:
+        across, down = down, across[:ON_A_PHONE]
     name_across = (lambda i: labels[i]) if narrow else (lambda i: clients[i])
     name_down = (lambda i: clients[i]) if narrow else (lambda i: labels[i])
     letters = 9 if narrow else 16
@@ -101,5 +101,9 @@ def draw(counts: Mapping[int, list[int]], clients: Mapping[int, str], labels: li
                 )
             )
     words = "class across, client down" if narrow else "client across, class down"
-    key = tag("text", f"{words}; the largest bubble: {largest:,} samples", x=left, y=base + 22, cls="label")
-    return svg(width, base + 30, "Samples of each class at each client", *parts, key)
+    if narrow and len(list(clients)) > len(down):
+        words += f" (the first {len(down)} clients)"
+    sizes = f"the largest bubble: {largest:,} samples"
+    texts = [words, sizes] if narrow else [f"{words}; {sizes}"]
+    key = [tag("text", text, x=4, y=round(base + 22 + 16 * i, 1), cls="label") for i, text in enumerate(texts)]
+    return svg(width, base + 14 + 16 * len(texts), "Samples of each class at each client", *parts, *key)
