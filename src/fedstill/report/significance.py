@@ -64,7 +64,8 @@ class Differences:
         unit = "clients, each with its mean over seeds" if self.averaged else "clients; seeds are blocks"
         pairs = len(self.pairs)
         corrected = f", Holm's correction for {pairs} pairs of methods" if pairs > 1 else ""
-        return f"paired permutation test of the mean over {self.units} {unit}{corrected}; level {100 * LEVEL:g} %"
+        few = "; so few clients can show no difference" if 2.0 ** (1 - self.units) * pairs > LEVEL else ""
+        return f"paired permutation test of the mean over {self.units} {unit}{corrected}; level {100 * LEVEL:g} %{few}"
 
 
 def differences(rates: Rates, same_clients: bool = False) -> Differences:

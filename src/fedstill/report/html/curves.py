@@ -11,10 +11,11 @@ import numpy as np
 from .markup import Html, csv, join, tag
 from .read import Result, Study
 from .style import Styles, coloured
-from .svg import LETTER, NARROW, Drawing, Frame, number, panes, path, shortened, spread, svg
+from .svg import BOLD, NARROW, Drawing, Frame, number, panes, path, shortened, spread, svg
 
 POINTS = 240  # of a line at most
 SETTLED = 0.25  # the share of the rounds after which every point is in sight
+GENERIC = "generic model"  # drawn beside the personal ones of a single method
 AXES = {
     "rounds": "communication round",
     "megabytes": "megabytes sent, all clients, down + up",
@@ -33,9 +34,9 @@ class Curve:
     at: Mapping[str, Sequence[float]]
 
 
-def curve(runs: Sequence[Result]) -> Curve:
+def curve(runs: Sequence[Result], score: str = "personal") -> Curve:
     """Return the curve of runs that differ in their seed, over the rounds that all have scored."""
-    by_round = [{int(record["round"]): float(record["personal"]) for record in run.scored} for run in runs]
+    by_round = [{int(record["round"]): float(record[score]) for record in run.scored} for run in runs]
     rounds = sorted(set.intersection(*map(set, by_round)))
     values = 100 * np.array([[of[t] for t in rounds] for of in by_round])
     at: dict[str, list[float]] = {"rounds": [float(t) for t in rounds]}
@@ -52,6 +53,9 @@ def curve(runs: Sequence[Result]) -> Curve:
 def curves(study: Study, classes: Styles) -> Html:
     """Return the figure."""
     lines = {label: curve(study.runs[label]) for label in study.labels}
+    if len(lines) == 1 and "generic_client" in study.first.last and not study.first.generic_only:
+        lines[GENERIC] = curve(study.runs[study.best], "generic_client")
+        classes = {**classes, GENERIC: "s1"}
     axes = [axis for axis in AXES if all(axis in line.at for line in lines.values())]
     low, high, hidden = in_sight(lines, coloured(classes))
     drawings = {axis: _drawing(lines, classes, axis, low, high) for axis in axes}
@@ -59,7 +63,7 @@ def curves(study: Study, classes: Styles) -> Html:
     notes = [f"Personal model, mean per client, on the clients' own test data{band}."]
     if hidden:
         notes.append(
-            f"The axis begins at {number(round(low, 1))} %; {hidden} points, most of early rounds, lie below it."
+            f"The axis begins at {number(round(low, 1))} %; {hidden} point{'s' if hidden > 1 else ''} of early rounds below it."
         )
     grey = len(classes) - len(coloured(classes))
     if grey:
@@ -109,7 +113,7 @@ def draw(lines: Mapping[str, Curve], classes: Styles, axis: str, y: tuple[float,
     last = max((line.at[axis][-1] for line in lines.values()), default=1.0) or 1.0
     first = min(line.at[axis][0] for line in lines.values()) if axis == "rounds" else 0.0
     first = first if first < last else 0.0
-    frame = Frame.of(width, height, (first, last), y, left=38, right=letters * LETTER + 30, top=24)
+    frame = Frame.of(width, height, (first, last), y, left=38, right=letters * BOLD + 30, top=24)
     clip = f"clip-{axis.replace(' ', '-')}-{width}"
     grey = [label for label in lines if label not in named]
     marks: list[Html] = []
@@ -130,7 +134,7 @@ def draw(lines: Mapping[str, Curve], classes: Styles, axis: str, y: tuple[float,
         f"Accuracy against {axis}",
         tag("defs", frame.clip(clip)),
         frame.y_axis("accuracy %"),
-        frame.x_axis(AXES[axis]),
+        frame.x_axis(AXES[axis], whole=axis == "rounds"),
         tag("g", *marks, clip_path=f"url(#{clip})"),
         *names,
         data_curves=frame.corners(),

@@ -73,6 +73,11 @@ class Result:
         return Journal(self.folder).timelines()
 
     @property
+    def generic_only(self) -> bool:
+        """Whether clients are served by the generic model: the two have the same accuracies."""
+        return "generic" in self.last and self.last.get("generic_clients") == self.last["personal_clients"]
+
+    @property
     def seconds(self) -> float:
         """The seconds that its rounds took."""
         return float(sum(record["seconds"] for record in self.history))
@@ -183,7 +188,7 @@ def read(folders: Sequence[Path], command: str = "") -> Study:
     if not runs:
         raise InputError("folder", str(folders[0]), "one with a run of which a round was scored")
     ordered = {label: sorted(seeds, key=lambda one: one.seed) for label, seeds in runs.items()}
-    return Study(folders[0].absolute().name, ordered, command, failed, unfinished, notes)
+    return Study(", ".join(folder.absolute().name for folder in folders), ordered, command, failed, unfinished, notes)
 
 
 def _runs_in(root: Path) -> Iterator[Path]:

@@ -22,7 +22,7 @@ def results(study: Study, tested: Differences | None, found: Mapping[str, list[V
     alike = [label for label in labels if tested and label != best and not tested.between(best, label).significant]
     names = [f"{label} {ALIKE}" if label in alike else label for label in labels]
     columns = [
-        Column("method", names, left=True),
+        Column(heading(study), names, left=True),
         Column("personal %", [study.personal(label).percent() for label in labels]),
     ]
     if tested:
@@ -60,19 +60,27 @@ def results(study: Study, tested: Differences | None, found: Mapping[str, list[V
     notes += [
         f"{headings[name]}: {study.notes[name]}" for name in further if any(further[name]) and name in study.notes
     ]
-    served = [label for label in labels if _generic_only(study, label)]
+    served = [label for label in labels if study.runs[label][0].generic_only]
     if served:
-        notes.append(f"{', '.join(served)}: no personal model, so the generic one serves every client")
+        whose = "all" if len(served) == len(labels) else ", ".join(served)
+        notes.append(f"{whose}: no personal model, so the generic one serves every client")
     if found:
         notes.append("join, undecided, stay local: clients, by the verdicts below")
     strong = frozenset([0]) if len(labels) > 1 else frozenset()
     return Table("results", "Results", columns, strong, notes)
 
 
+def heading(study: Study) -> str:
+    """Return what the labels are: methods, or values of the fields that a sweep has."""
+    methods = {runs[0].method for runs in study.runs.values()}
+    fields = [name.removeprefix("method.") for name in study.varying]
+    return ", ".join(fields) if len(methods) == 1 and 0 < len(fields) <= 2 else "method"
+
+
 def costs(study: Study) -> Table:
     """Return what the runs cost."""
     labels = study.labels
-    columns = [Column("method", labels, left=True)]
+    columns = [Column(heading(study), labels, left=True)]
     for heading, values, plain in (
         ("steps", [_cost(study, label, "steps") for label in labels], True),
         ("FLOPs", [_cost(study, label, "flops") for label in labels], False),
@@ -94,12 +102,6 @@ def costs(study: Study) -> Table:
         + ("; means over seeds" if study.seeds > 1 else ""),
     ]
     return Table("costs", "What it cost", columns, notes=notes)
-
-
-def _generic_only(study: Study, label: str) -> bool:
-    """Return whether clients are served by the generic model: the two have the same accuracies."""
-    last = study.runs[label][0].last
-    return last.get("generic_clients") == last["personal_clients"] and "generic" in last
 
 
 def _percent(stat: Stat | None) -> str:

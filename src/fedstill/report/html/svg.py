@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -11,6 +11,7 @@ from .markup import Html, download, escape, join, tag
 
 WIDE, NARROW = 960, 350  # widths that every figure is drawn in: for a screen, and for a phone
 LETTER = 6.7  # mean width of a letter at the figures' size of 12
+BOLD = 7.6  # of a bold letter
 LINE = 15.0  # least distance of labels
 COLOURS = 7  # classes s0 … s6
 Drawing = Callable[[int], Html]  # of a width
@@ -85,32 +86,25 @@ class Frame:
         """Return a frame with margins."""
         return cls(width, height, Scale(*x, left, width - right), Scale(*y, height - bottom, top))
 
-    def x_axis(self, label: str, at: Iterable[float] | None = None, grid: bool = False) -> Html:
-        """Draw ticks, their numbers and the label below."""
+    def x_axis(self, label: str, grid: bool = False, whole: bool = False) -> Html:
+        """Draw ticks, their numbers and the label below; with `whole` at whole numbers alone."""
         base, top = self.y.start, self.y.end
         room = max(2, int((self.x.end - self.x.start) / 70))
         parts = []
-        for value in self.x.ticks(room) if at is None else at:
-            x = round(self.x(value), 1)
-            parts.append(
-                tag(
-                    "line",
-                    x1=x,
-                    x2=x,
-                    y1=top if grid else base,
-                    y2=base if grid else base + 4,
-                    cls="grid" if grid else "tick",
-                )
-            )
+        for value in self.x.ticks(room):
+            if whole and value != int(value):
+                continue
+            x, ends = round(self.x(value), 1), (top, base) if grid else (base, base + 4)
+            parts.append(tag("line", x1=x, x2=x, y1=ends[0], y2=ends[1], cls="grid" if grid else "tick"))
             parts.append(tag("text", number(value), x=x, y=base + 17, text_anchor="middle"))
         middle = (self.x.start + self.x.end) / 2
         name = tag("text", label, x=middle, y=self.height - 6, text_anchor="middle", cls="label")
         return join([*parts, tag("line", x1=self.x.start, x2=self.x.end, y1=base, y2=base, cls="axis"), name])
 
-    def y_axis(self, label: str, at: Iterable[float] | None = None) -> Html:
+    def y_axis(self, label: str) -> Html:
         """Draw lines across, their numbers, and the label on top of them."""
         parts = []
-        for value in self.y.ticks(5) if at is None else at:
+        for value in self.y.ticks(5):
             y = round(self.y(value), 1)
             parts.append(tag("line", x1=self.x.start, x2=self.x.end, y1=y, y2=y, cls="grid"))
             parts.append(tag("text", number(value), x=self.x.start - 7, y=y + 4, text_anchor="end"))
