@@ -22,7 +22,7 @@ def results(study: Study, tested: Differences | None, found: Mapping[str, list[V
     alike = [label for label in labels if tested and label != best and not tested.between(best, label).significant]
     names = [f"{label} {ALIKE}" if label in alike else label for label in labels]
     columns = [
-        Column(heading(study), names, left=True),
+        Column(rows_are(study), names, left=True),
         Column("personal %", [study.personal(label).percent() for label in labels]),
     ]
     if tested:
@@ -70,7 +70,7 @@ def results(study: Study, tested: Differences | None, found: Mapping[str, list[V
     return Table("results", "Results", columns, strong, notes)
 
 
-def heading(study: Study) -> str:
+def rows_are(study: Study) -> str:
     """Return what the labels are: methods, or values of the fields that a sweep has."""
     methods = {runs[0].method for runs in study.runs.values()}
     fields = [name.removeprefix("method.") for name in study.varying]
@@ -80,7 +80,7 @@ def heading(study: Study) -> str:
 def costs(study: Study) -> Table:
     """Return what the runs cost."""
     labels = study.labels
-    columns = [Column(heading(study), labels, left=True)]
+    columns = [Column(rows_are(study), labels, left=True)]
     for heading, values, plain in (
         ("steps", [_cost(study, label, "steps") for label in labels], True),
         ("FLOPs", [_cost(study, label, "flops") for label in labels], False),
