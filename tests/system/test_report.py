@@ -116,8 +116,9 @@ def test_the_checks_can_fail(folders, page) -> None:
     page.run(
         """(() => { const f = document.querySelector("#curves-0 .narrow svg"), t = f.querySelector("text");
         const far = t.cloneNode(true), wide = document.createElement("div");
-        far.setAttribute("x", 340); far.textContent = "far too long"; f.append(far, t.cloneNode(true));
-        wide.style.width = "900px"; document.querySelector("main").append(wide); })()"""
+        far.setAttribute("x", 340); far.removeAttribute("text-anchor");
+        far.textContent = "far too long"; f.append(far, t.cloneNode(true));
+        wide.textContent = "wide"; wide.style.width = "900px"; document.querySelector("main").append(wide); })()"""
     )
     assert page.run("document.documentElement.scrollWidth") > 390
     assert len(overflowing(page, 390)) == 1

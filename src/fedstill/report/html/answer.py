@@ -26,9 +26,8 @@ def _best(study: Study, tested: Differences | None) -> Html:
     best = study.best
     stat = study.personal(best)
     over = f" ± {100 * stat.spread:.1f}" if stat.spread is not None and study.seeds > 1 else ""
-    reached = join(
-        [tag("strong", best), f" serves the clients with {100 * stat.value:.1f}{over} % accuracy on average"]
-    )
+    name = join([tag("strong", "Training alone"), f" ({best})"]) if best == study.local else tag("strong", best)
+    reached = join([name, f" serves the clients with {100 * stat.value:.1f}{over} % accuracy on average"])
     if tested is None:
         worst = study.mean(best, "personal_worst")
         return join([reached, f", the worst tenth of them with {100 * worst.value:.1f} %." if worst else "."])
@@ -62,7 +61,8 @@ def _listed(labels: Sequence[str]) -> str:
 def _served(study: Study, found: Mapping[str, list[Verdict]], label: str) -> Html:
     of = counts(found[label])
     total = len(found[label])
-    unit = "clients" if study.seeds == 1 else f"clients (of {study.seeds} seeds)"
+    seeds = len({one.seed for one in found[label]})
+    unit = "clients" if seeds == 1 else f"clients ({total / seeds:g} in each of {seeds} seeds)"
     worse = tag("strong", f"{of['stay local'] or 'none'} worse", cls="stay")
     better = tag("strong", f"{of['join']} of {total} {unit} better", cls="join")
     left = f"; for {of['undecided']} their own test samples do not decide." if of["undecided"] else "."

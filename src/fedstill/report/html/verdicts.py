@@ -58,7 +58,8 @@ def section(study: Study, found: Mapping[str, list[Verdict]], label: str) -> Htm
         else "Newcombe's interval from two accuracies, since it is not known for all clients which samples were right"
     )
     chance = (1 - LEVEL) * len(of)
-    each = f"{len(of):,} clients" + (f" of {len({one.seed for one in of})} seeds" if study.seeds > 1 else "")
+    seeds = len({one.seed for one in of})
+    each = f"{len(of):,} clients" if seeds == 1 else f"{len(of) / seeds:g} clients in each of {seeds} seeds"
     first = figure(
         "verdicts",
         "Clients by method",
