@@ -4,9 +4,6 @@ import os
 import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A shell has commands in the background ignore interrupts, nohup the end of a terminal; processes inherit it, and tests send them.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import pytest
 import torch
@@ -16,6 +13,9 @@ from fedstill.run import session
 from .problems import SETTINGS, Spy
 
 torch.set_num_threads(1)
+# A shell has commands in the background ignore interrupts, and nohup has them ignore SIGHUP; tests send both.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 SLOW = {  # files that `--quick` leaves out; of the laws and the system tests it takes those below
     "test_accounting", "test_async", "test_baselines_a", "test_channels", "test_data_manager", "test_data_papers", "test_fused",

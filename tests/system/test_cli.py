@@ -65,7 +65,10 @@ def test_run_keeps_a_folder_with_the_flags_in_it(capsys) -> None:
     )
     assert len(metrics("kept/deep")) == 2
     assert Path("kept/deep/figure.png").read_bytes().startswith(b"\x89PNG")
-    assert "picture: kept/deep/figure.png" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "picture: kept/deep/figure.png" in said
+    assert "report: kept/deep/report.html" in said
+    assert "fedstill run " in Path("kept/deep/report.html").read_text(encoding="utf-8")
 
 
 def test_a_kept_experiment_runs_again_and_flags_override_it() -> None:
@@ -79,7 +82,7 @@ def test_a_kept_experiment_runs_again_and_flags_override_it() -> None:
 
 def test_several_seeds_have_folders_of_their_own(capsys) -> None:
     assert main(["run", "fedavg", *TINY, "--seed", "3", "--seeds", "2", "--out", "many"]) == 0
-    names = ["figure.png", "job.json", "seed-3", "seed-4", "summary.json"]
+    names = ["figure.png", "job.json", "report.html", "seed-3", "seed-4", "summary.json"]
     assert sorted(p.name for p in Path("many").iterdir()) == names
     assert fs.Experiment.from_toml("many/seed-4/experiment.toml").seed == 4
     assert "over seeds (n − 1)" in capsys.readouterr().out

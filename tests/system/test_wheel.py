@@ -33,6 +33,7 @@ def test_the_wheel_runs_the_demo_in_an_empty_environment(tmp_path: Path) -> None
     shown = run(python, "-m", "fedstill", "demo", "--rounds", "2", cwd=tmp_path, env=environment)
     assert all(name in shown for name in ("local", "fedavg", "fedrep", "pfedsd"))
     assert (tmp_path / "fedstill-demo" / "figure.png").stat().st_size > 10_000
+    assert (tmp_path / "fedstill-demo" / "report.html").stat().st_size > 50_000
     where = run(python, "-c", "import fedstill; print(fedstill.__file__)", cwd=tmp_path, env=environment)
     assert str(tmp_path) in where
     needs = {requirement.partition(">")[0] for requirement in metadata.distribution("fedstill").requires or ()}

@@ -199,7 +199,14 @@ def test_a_checkpoint_holds_no_more_than_a_part_in_memory(tmp_path: Path, monkey
 def test_the_folder_says_everything(tmp_path: Path) -> None:
     fs.run(experiment(lr=0.02), out=tmp_path / "run")
     files = sorted(p.name for p in (tmp_path / "run").iterdir())
-    assert files == ["checkpoints", "environment.json", "experiment.toml", "metrics.jsonl", "partition.json"]
+    assert files == [
+        "answers.json",
+        "checkpoints",
+        "environment.json",
+        "experiment.toml",
+        "metrics.jsonl",
+        "partition.json",
+    ]
     assert fs.Experiment.from_toml(tmp_path / "run" / "experiment.toml") == experiment(lr=0.02)
     partition = json.loads((tmp_path / "run" / "partition.json").read_text())
     assert len(partition["hash"]) == 64

@@ -87,7 +87,9 @@ def _execute(job: Job, resume: bool, stack: contextlib.ExitStack, transport: Tra
             stack.enter_context(FolderLock(job.out))
             check_free(job.out)
         saved.write_job(job)
-        folders.save(job.out, job.experiments, {}, facts, command=job.command)  # marks the folder from the beginning
+        folders.save(
+            job.out, job.experiments, {}, facts, command=job.command, line=job.line
+        )  # marks the folder from the beginning
     for federation in divided:
         sizes = [len(client.y_train) for client in federation.clients]
         samples = f"{min(sizes):,} to {max(sizes):,} training samples each"
@@ -275,12 +277,13 @@ def _report(job: Job, done: Results, facts: Facts) -> None:
     if job.out is not None:
         pairs = {label: list(zip(done.folders[label], runs, strict=True)) for label, runs in done.runs.items()}
         if done.runs or job.compares:
-            folders.save(job.out, job.experiments, pairs, facts, done.failed, job.command)
+            folders.save(job.out, job.experiments, pairs, facts, done.failed, job.command, job.line)
         if done.runs:
             say(f"saved in {job.out}")
             say(folders.draw(job.out, done.runs, facts))
         if done.runs and job.command == SWEEP:
             say(folders.draw_sweep(job.out, job.varied, done.runs, facts))
+            say(folders.report(job.out))
     elif done.runs:
         say(NOT_SAVED)
     if done.failed:

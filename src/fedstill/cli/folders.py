@@ -11,8 +11,10 @@ from typing import Any
 
 from ..core.errors import InputError
 from ..core.files import PART, write
-from ..core.reading import Unreadable, read_json
+from ..core.reading import Unreadable, field, read_json
 from ..report import figures, sweeps
+from ..report.html import page
+from ..report.html.page import REPORT
 from ..report.summary import is_summary, summary
 from ..report.text import Facts
 from ..run.experiment import Experiment
@@ -23,8 +25,8 @@ SUMMARY, FIGURE, RUN = "summary.json", "figure.png", "experiment.toml"
 SWEPT = "sweep.png"
 DEMO = "demo"  # the command that may replace what it made
 FILES = (  # what a run writes into its folder
-    RUN, LOCK, SUMMARY, FIGURE, "partition.json", "environment.json", "metrics.jsonl", "scores.json", "choices.json",
-    "failed.json", "timeline.jsonl", "timeline.png",
+    RUN, LOCK, SUMMARY, FIGURE, REPORT, "partition.json", "environment.json", "metrics.jsonl", "scores.json", "answers.json",
+    "choices.json", "failed.json", "timeline.jsonl", "timeline.png",
     "checkpoints/round-*.safetensors", "checkpoints/round-*.json",
 )  # fmt: skip
 
@@ -56,7 +58,7 @@ def is_demo(out: Path) -> bool:
 def _patterns(methods: Sequence[str]) -> list[str]:
     """Return patterns of all files that a demo of these methods may hold; a kill may leave a file's `.part`."""
     runs = [f"{label}/{seed}{file}" for label in methods for seed in ("", "seed-*/") for file in FILES]
-    names = (SUMMARY, FIGURE, "job.json", "groups.json", LOCK, *runs)
+    names = (SUMMARY, FIGURE, REPORT, "job.json", "groups.json", LOCK, *runs)
     return [name + suffix for name in names for suffix in ("", PART)]
 
 
@@ -91,10 +93,11 @@ def save(
     facts: Facts,
     failed: Mapping[str, str] | None = None,
     command: str = "",
+    line: str = "",
 ) -> None:
     """Write summary.json."""
     relative = {label: [(f.relative_to(out).as_posix(), run) for f, run in done] for label, done in runs.items()}
-    record = summary(experiments, relative, facts, failed or {}, command)
+    record = summary(experiments, relative, facts, failed or {}, command, line)
     write(out / SUMMARY, (json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
@@ -115,6 +118,19 @@ def draw_sweep(
     points = {tuple(column[label] for column in varied.values()): done for label, done in runs.items()}
     sweeps.sweep_figure(list(varied), points, out / SWEPT, facts)
     return f"by value: {out / SWEPT}"
+
+
+def report(out: Path) -> str:
+    """Write the page of results; return the line that says where it is."""
+    return f"report: {page.write([out])}"
+
+
+def line_of(out: Path) -> str:
+    """Return the command that made a folder, as it was typed; "" where that is not known."""
+    try:
+        return field(read_json(out / SUMMARY), "line", str, "")
+    except Unreadable:
+        return ""
 
 
 def run_folders(folder: Path) -> list[Path]:

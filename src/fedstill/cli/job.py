@@ -29,6 +29,7 @@ class Job:
     out: Path | None
     command: str = "run"
     explicit: tuple[str, ...] = ()  # the fields that flags set
+    line: str = ""  # the command as it was typed
 
     @property
     def first(self) -> Experiment:

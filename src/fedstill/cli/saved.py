@@ -29,6 +29,7 @@ def write_job(job: Job) -> None:
         "format": FORMAT,
         "fedstill": __version__,
         "command": job.command,
+        "line": job.line,
         "seeds": job.seeds,
         "explicit": list(job.explicit),
         "experiments": {label: _values(experiment) for label, experiment in job.experiments.items()},
@@ -47,6 +48,7 @@ def read_job(folder: Path) -> Job:
         raise InputError("folder", str(folder), right)
     try:
         tables, command = field(record, "experiments", dict), field(record, "command", str)
+        line = field(record, "line", str, "")
         seeds, explicit = field(record, "seeds", int, least=1), items(record, "explicit", str)
     except Unreadable as error:
         raise damaged(folder, JOB, f"it should be {error}") from None
@@ -54,7 +56,7 @@ def read_job(folder: Path) -> Job:
         if not label or ".." in Path(label).parts or Path(label).is_absolute() or not can_be_shown(label):
             raise damaged(folder, JOB, f"{label!r} names no folder within it")
     experiments = {label: Experiment.from_values(values) for label, values in tables.items()}
-    return Job(experiments, seeds, folder, command, tuple(explicit))
+    return Job(experiments, seeds, folder, command, tuple(explicit), line)
 
 
 def damaged(folder: Path, name: str, problem: str) -> InputError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -84,7 +85,7 @@ COMPARE = Usage(
     "Run several methods on the same data, partition and model, and set them side by side. METHOD 'all' is every "
     f"method; none means {' '.join(DEFAULT_METHODS)}. A method's own flags go to the methods that have them. "
     "With --attack: each method without attackers, with them under the mean, and under each rule of --average (median,krum). "
-    "With --out: a folder for each run, summary.json and figure.png.",
+    "With --out: a folder for each run, summary.json, figure.png and report.html.",
     (
         "fedstill compare local fedavg pfedsd",
         "fedstill compare fedavg fedprox scaffold --partition classes:2 --mu 0.1",
@@ -97,8 +98,8 @@ SWEEP = Usage(
     "METHOD|FILE.toml FIELD=VALUE,VALUE… [FIELD=VALUE,VALUE…]",
     "Run one method with several values of one field (its own, one of local training, participation, partition or clients), "
     "or with every combination of two, and set them side by side. Where clients are stacked, all values of floating fields of "
-    "the method or of lr, and all seeds, are one stack. With --out: a folder for each run, summary.json, figure.png, and "
-    "sweep.png: the score by value, or a heat map. Values with a comma are divided by ';' "
+    "the method or of lr, and all seeds, are one stack. With --out: a folder for each run, summary.json, figure.png, "
+    "report.html and sweep.png: the score by value, or a heat map. Values with a comma are divided by ';' "
     "('partition=shards:2;classes:2,lognormal:1.0').",
     (
         "fedstill sweep pfedsd lam=0.1,0.5,1",
@@ -133,11 +134,12 @@ def run(argv: Sequence[str]) -> None:
         raise InputError("argument", words[1], "left out: 'fedstill compare' runs several methods")
     where, base = carrier.take(flag_values), _base(words[0])
     with flags.named(flag_values):
-        _execute(plan([base.method], base, flag_values, "run"), where)
+        _execute(plan([base.method], base, flag_values, "run"), where, argv)
 
 
-def _execute(job: Job, where: carrier.Flags) -> None:
-    """Run a job on a transport."""
+def _execute(job: Job, where: carrier.Flags, argv: Sequence[str]) -> None:
+    """Run a job, which these words asked for, on a transport."""
+    job = dataclasses.replace(job, line=shlex.join(["fedstill", job.command, *argv]))
     with where.start(job.out, job.first.device) as on:
         if on.leads:
             execute(job, transport=on.transport)
@@ -163,9 +165,9 @@ def compare(argv: Sequence[str]) -> None:
     with flags.named(flag_values):
         compared = [cls() for cls in chosen.values()]
         if flag_values.get("attack", "none") != "none":
-            _execute(plan_attacked(compared, flag_values), where)
+            _execute(plan_attacked(compared, flag_values), where, argv)
         else:
-            _execute(plan(compared, Experiment(), flag_values, "compare"), where)
+            _execute(plan(compared, Experiment(), flag_values, "compare"), where, argv)
 
 
 def sweep(argv: Sequence[str]) -> None:
@@ -183,7 +185,7 @@ def sweep(argv: Sequence[str]) -> None:
     where = carrier.take(flag_values)
     sweeping = plan_sweep(_base(words[0]), words[1:], flag_values)
     with flags.named(dict.fromkeys(sweeping.explicit)):
-        _execute(sweeping, where)
+        _execute(sweeping, where, argv)
 
 
 def demo(argv: Sequence[str]) -> None:
@@ -197,7 +199,7 @@ def demo(argv: Sequence[str]) -> None:
     flag_values.setdefault("out", DEMO.out)
     where = carrier.take(flag_values)
     with flags.named(flag_values):
-        _execute(plan([get(name)() for name in DEFAULT_METHODS], Experiment(), flag_values, folders.DEMO), where)
+        _execute(plan([get(name)() for name in DEFAULT_METHODS], Experiment(), flag_values, folders.DEMO), where, argv)
 
 
 RESUME = (
@@ -274,7 +276,9 @@ def _resume_run(folder: Path, rounds: int | None, transport: Transports | None) 
         run = simulation.resume(folder, rounds=rounds, progress=step, transport=transport)
         shown.resumed(label, 0, run.history[-1])
     facts = Facts.of(experiment, prepare.federation_of(experiment))
-    folders.save(folder, {label: experiment}, {label: [(folder, run)]}, facts, command="resume")
+    line = folders.line_of(folder) or f"fedstill resume {folder}"
+    folders.save(folder, {label: experiment}, {label: [(folder, run)]}, facts, command="resume", line=line)
     results([run], facts)
     say()
     say(folders.draw(folder, {label: [run]}, facts))
+    say(folders.report(folder))

@@ -25,6 +25,7 @@ def summary(
     facts: Facts,
     failed: Mapping[str, str],
     command: str = "",
+    line: str = "",
 ) -> dict[str, Any]:
     """Return all numbers of a comparison: each run with its folder, and means over seeds. Accuracies are fractions."""
     first, *others = (settings.values_of(experiment) for experiment in experiments.values())
@@ -45,6 +46,7 @@ def summary(
         "format": FORMAT,
         "fedstill": __version__,
         "command": command,  # the one that made the folder
+        "line": line,  # as it was typed
         "contract": str(contract),
         "scores": _explanations([run for done in runs.values() for _, run in done], facts),
         "experiment": shared,

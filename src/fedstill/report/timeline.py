@@ -115,6 +115,11 @@ def draw(panels: Mapping[str, Sequence[Line]], path: str | Path, note: str = "")
     save(figure, path)
 
 
+def chosen_clients(lines: Sequence[Line]) -> list[int]:
+    """Return the clients that a chart shows, from the fastest to the slowest."""
+    return _order(lines)[0]
+
+
 def _order(lines: Sequence[Line]) -> tuple[list[int], int]:
     """Return the clients from the fastest to the slowest, evenly thinned to CLIENTS, and their number before."""
     everyone = {k for line in lines for k in line["clients"]}

@@ -4,6 +4,7 @@
     partition.json     who has which samples, with its hash         metrics.jsonl      one record a round
     timeline.jsonl     with simulated time: what each client did and when, one line a round
     scores.json        scores after the federation                  failed.json        why the run could not go on
+    answers.json       which test samples each client's model gets right after the last round
     choices.json       measured choices (kernels, clients at once); a resumed run uses them again
     checkpoints/       the newest two states (safetensors, with checksums; many clients in several files); `fedstill resume
                        FOLDER` continues from the newest

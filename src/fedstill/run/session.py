@@ -38,6 +38,7 @@ from ..timing.schedule import Schedule, Trigger
 from ..timing.wait_free import Background, WaitFree
 from ..transport.local import LocalTransport
 from ..transport.messages import Transport
+from .answers import Answers
 from .callbacks import JournalCallback, Pace, Progress, ProgressCallback, restore, state_of
 from .checkpoint import Checkpoint
 from .driver import Driver
@@ -137,6 +138,8 @@ class Session:
             return error
         if start.journal is not None and kept is None:
             start.journal.write_scores(run.after)
+        if start.journal is not None and Answers.read(start.journal.folder, run.task.round) is None:
+            Answers.of(run).write(start.journal.folder)
         return run
 
 

@@ -1,0 +1,70 @@
+"""The sentences at the top: which method is best, whether that is shown, and for how many clients federation pays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..significance import Differences
+from ..verdict import Verdict, counts
+from .markup import Html, escape, join, tag
+from .read import Study
+
+NAMED = 4  # methods that a sentence names
+
+
+def answer(study: Study, tested: Differences | None, found: Mapping[str, list[Verdict]], label: str) -> Html:
+    """Return the sentence that answers, and what follows it; `label` is the method that the verdicts are about."""
+    return join(
+        [
+            tag("p", _best(study, tested), cls="answer"),
+            *([tag("p", _served(study, found, label), cls="answer second")] if label in found else []),
+        ]
+    )
+
+
+def _best(study: Study, tested: Differences | None) -> Html:
+    best = study.best
+    stat = study.personal(best)
+    over = f" ± {100 * stat.spread:.1f}" if stat.spread is not None and study.seeds > 1 else ""
+    name = join([tag("strong", "Training alone"), f" ({best})"]) if best == study.local else tag("strong", best)
+    reached = join([name, f" serves the clients with {100 * stat.value:.1f}{over} % accuracy on average"])
+    if tested is None:
+        worst = study.mean(best, "personal_worst")
+        return join([reached, f", the worst tenth of them with {100 * worst.value:.1f} %." if worst else "."])
+    alike = [label for label in study.labels[1:] if not tested.between(best, label).significant]
+    second = study.labels[1]
+    ahead = 100 * tested.between(best, second).gain
+    if not alike:
+        return join(
+            [
+                reached,
+                f", {ahead:.1f} points more than {second}, the next; the difference to every other is significant.",
+            ]
+        )
+    if len(alike) == len(study.labels) - 1:
+        others = "the other" if len(alike) == 1 else f"any of the {len(alike)} others"
+        return join([reached, f"; these runs do not show that it differs from {others if len(alike) > 1 else second}."])
+    beaten = len(study.labels) - 1 - len(alike)
+    return join(
+        [
+            reached,
+            f", significantly more than {beaten} of the {len(study.labels) - 1} others; {_listed(alike)} may be as good.",
+        ]
+    )
+
+
+def _listed(labels: Sequence[str]) -> str:
+    shown = [*labels[:NAMED]] if len(labels) <= NAMED else [*labels[: NAMED - 1], f"{len(labels) - NAMED + 1} more"]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _served(study: Study, found: Mapping[str, list[Verdict]], label: str) -> Html:
+    of = counts(found[label])
+    total = len(found[label])
+    seeds = len({one.seed for one in found[label]})
+    unit = "clients" if seeds == 1 else f"clients ({total / seeds:g} in each of {seeds} seeds)"
+    worse = tag("strong", f"{of['stay local'] or 'none'} worse", cls="stay")
+    better = tag("strong", f"{of['join']} of {total} {unit} better", cls="join")
+    left = f"; for {of['undecided']} their own test samples do not decide." if of["undecided"] else "."
+    name = "It" if label == study.best else join([label])
+    return join([escape(name), " serves ", better, " than training alone and ", worse, left])

@@ -1,0 +1,159 @@
+"""How accuracy is spread over clients: a violin for each method, and the share of clients up to each accuracy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .markup import Html, csv, join, tag
+from .read import Study
+from .style import Styles, coloured
+from .svg import LETTER, NARROW, Frame, figure, path, shortened, svg
+
+Floats = NDArray[np.float64]
+GRID = 96  # points of a violin's outline
+DOTS = 80  # clients up to which each is a dot
+ROW = 34.0
+
+
+def rates_of(study: Study) -> dict[str, Floats]:
+    """Return the clients' accuracies in per cent, all seeds together, by method."""
+    return {label: 100 * np.array([*of.values()]) for label, of in study.rates().items()}
+
+
+def clients(study: Study, classes: Styles) -> Html:
+    """Return both figures."""
+    rates = rates_of(study)
+    rows = [
+        (label, seed, study.runs[label][0].client(k), 100 * rate, study.runs[label][0].last["samples"].get(k))
+        for label, of in study.rates().items()
+        for (seed, k), rate in of.items()
+    ]
+    table = csv(("method", "seed", "client", "accuracy %", "test samples"), rows)
+    worst = {
+        label: 100 * float(np.mean([run.last["personal_worst"] for run in study.runs[label]])) for label in study.labels
+    }
+    words = "Width: density of clients; box: quartiles; line: median; diamond: mean; triangle: mean of the worst 10 % of clients."
+    tenth = f"{len(next(iter(rates.values()))):,} clients" + (f" of {study.seeds} seeds" if study.seeds > 1 else "")
+    first = figure(
+        "clients",
+        "Clients after the last round",
+        lambda width: violins(rates, worst, classes, width),
+        table,
+        f"{tenth}. {words}",
+    )
+    explained = "The further right, the better; where a line leaves the ground is the worst client."
+    second = figure(
+        "cdf", "Share of clients up to an accuracy", lambda width: cumulative(rates, classes, width), table, explained
+    )
+    return join([first, second])
+
+
+def density(values: Floats, at: Floats) -> Floats:
+    """Return the Gaussian kernel density by Silverman's rule, reflected at 0 and 100 %, where accuracies end."""
+    deviation = float(np.std(values))
+    quartiles = float(np.subtract(*np.percentile(values, (75, 25)))) / 1.34
+    width = max(0.9 * min(deviation, quartiles or deviation) * len(values) ** -0.2, 0.6)
+    mirrored = np.concatenate([values, -values, 200 - values])
+    kernel = np.exp(-0.5 * ((at[:, None] - mirrored[None, :]) / width) ** 2)
+    return np.asarray(kernel.sum(1) / (len(values) * width * math.sqrt(2 * math.pi)))
+
+
+def _range(rates: dict[str, Floats]) -> tuple[float, float]:
+    least, most = min(float(of.min()) for of in rates.values()), max(float(of.max()) for of in rates.values())
+    margin = max(1.0, 0.04 * (most - least))
+    return max(0.0, least - margin), min(100.0, most + margin) if most < 100 else 100.0
+
+
+def violins(rates: dict[str, Floats], worst: dict[str, float], classes: Styles, width: int) -> Html:
+    """Draw a row for each method."""
+    narrow = width <= NARROW
+    letters = 12 if narrow else 24
+    left = min(letters, max(map(len, rates))) * LETTER + 16
+    height = 26 + ROW * len(rates) + 44
+    frame = Frame.of(width, int(height), _range(rates), (len(rates), 0.0), left=left, right=50, top=8, bottom=44)
+    parts = [frame.x_axis("test accuracy %, each client on its own data", grid=True)]
+    for row, (label, of) in enumerate(rates.items()):
+        y = frame.y(row + 0.5)
+        p25, median, p75 = np.percentile(of, (25, 50, 75))
+        mean = float(of.mean())
+        tip = f"{label}: mean {mean:.1f} %, median {median:.1f}, quartiles {p25:.1f} to {p75:.1f}, "
+        tip += f"worst 10 % {worst[label]:.1f}, worst client {of.min():.1f}"
+        at = np.linspace(max(frame.x.low, of.min() - 3), min(frame.x.high, of.max() + 3), GRID)
+        heights = density(of, at)
+        heights = heights / heights.max() * 0.44 * ROW
+        upper = [(frame.x(float(a)), y - float(h)) for a, h in zip(at, heights, strict=True)]
+        lower = [(frame.x(float(a)), y + float(h)) for a, h in zip(at, heights, strict=True)]
+        marks: list[object] = [tag("path", d=path([*upper, *reversed(lower)], close=True), cls="violin")]
+        if len(of) <= DOTS:
+            offsets = (np.arange(len(of)) * 0.6180339887 % 1 - 0.5) * 0.42 * ROW  # spread evenly, the same every time
+            marks += [
+                tag("circle", cx=round(frame.x(float(a)), 1), cy=round(y + float(o), 1), r=1.8, cls="each")
+                for a, o in zip(of, offsets, strict=True)
+            ]
+        marks.append(
+            tag(
+                "rect",
+                x=round(frame.x(p25), 1),
+                y=y - 4,
+                width=round(max(1.0, frame.x(p75) - frame.x(p25)), 1),
+                height=8,
+                cls="box",
+            )
+        )
+        marks.append(
+            tag("line", x1=round(frame.x(median), 1), x2=round(frame.x(median), 1), y1=y - 7, y2=y + 7, cls="median")
+        )
+        tail = frame.x(worst[label])
+        marks.append(
+            tag("path", d=path([(tail, y - 1), (tail - 5, y + 8), (tail + 5, y + 8)], close=True), cls="worst")
+        )
+        centre = frame.x(mean)
+        marks.append(
+            tag(
+                "path",
+                d=path([(centre, y - 6), (centre + 6, y), (centre, y + 6), (centre - 6, y)], close=True),
+                cls="mean",
+            )
+        )
+        parts.append(tag("g", *marks, cls=f"row {classes[label]}", data_tip=tip))
+        parts.append(tag("text", shortened(label, letters), x=left - 8, y=y + 4, text_anchor="end", cls="name ink"))
+        parts.append(tag("text", f"{mean:.1f}", x=frame.x.end + 8, y=y + 4, cls="value ink"))
+    return svg(width, height, "Clients after the last round", *parts)
+
+
+def cumulative(rates: dict[str, Floats], classes: Styles, width: int) -> Html:
+    """Draw the share of clients with at most each accuracy."""
+    narrow = width <= NARROW
+    named = coloured(classes)
+    lines_of_names = math.ceil(len(named) / (2 if narrow else 5))
+    top = 30 + 18 * lines_of_names
+    frame = Frame.of(
+        width, (260 if narrow else 320) + 18 * lines_of_names, _range(rates), (0.0, 100.0), left=38, right=14, top=top
+    )
+    parts = [frame.y_axis("% of clients"), frame.x_axis("test accuracy %, each client on its own data")]
+    grey = [label for label in rates if label not in named]
+    for label in [*grey, *reversed(named)]:
+        ordered = np.sort(rates[label])
+        steps = [(frame.x.start, frame.y(0.0))]
+        for i, value in enumerate(ordered):
+            x = frame.x(float(value))
+            steps += [(x, steps[-1][1]), (x, frame.y(100 * (i + 1) / len(ordered)))]
+        steps.append((frame.x.end, frame.y(100.0)))
+        parts.append(tag("path", d=path(steps), cls=f"line {classes[label]}", data_series=label))
+    across = 2 if narrow else 5
+    for i, label in enumerate(named):
+        x, y = 8 + (width - 16) / across * (i % across), 14 + 18 * (i // across)
+        parts.append(tag("path", d=path([(x, y - 4), (x + 20, y - 4)]), cls=f"line {classes[label]}"))
+        parts.append(tag("text", shortened(label, 18), x=x + 26, y=y, cls="name ink", data_series=label))
+    return svg(
+        width,
+        frame.height,
+        "Share of clients up to an accuracy",
+        *parts,
+        data_curves=frame.corners(),
+        data_x="%",
+        data_y="of clients",
+    )

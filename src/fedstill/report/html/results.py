@@ -1,0 +1,147 @@
+"""The table of results, ranked, with what differs from the best; and the table of costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ... import scores
+from ...run.evaluate import Evaluation
+from ..costs import NONE, scaled
+from ..significance import Differences
+from ..text import GENERIC, Stat
+from ..verdict import Verdict, counts
+from .read import Study
+from .tables import Column, Table
+
+ALIKE = "†"  # not shown to differ from the best
+
+
+def results(study: Study, tested: Differences | None, found: Mapping[str, list[Verdict]]) -> Table:
+    """Return the table of results."""
+    labels, best = study.labels, study.best
+    alike = [label for label in labels if tested and label != best and not tested.between(best, label).significant]
+    names = [f"{label} {ALIKE}" if label in alike else label for label in labels]
+    columns = [
+        Column(rows_are(study), names, left=True),
+        Column("personal %", [study.personal(label).percent() for label in labels]),
+    ]
+    if tested:
+        gaps = [NONE if label == best else f"{-100 * tested.between(best, label).gain:+.2f}" for label in labels]
+        columns.append(Column("vs best (points)", [gap.replace("-", "−") for gap in gaps]))
+        columns.append(Column("p", [NONE if label == best else _p(tested.between(best, label).p) for label in labels]))
+    for name, heading in (("personal_worst", "worst 10 %"), ("personal_sample", "per sample %")):
+        columns.append(Column(heading, [_percent(study.mean(label, name)) for label in labels]))
+    generic = {label: next((name for name in GENERIC if study.mean(label, name)), None) for label in labels}
+    if any(generic.values()):
+        columns.append(
+            Column("generic %", [_percent(study.mean(k, name) if name else None) for k, name in generic.items()])
+        )
+    headings = scores.headings()
+    further = {name: [study.mean(label, name) for label in labels] for name in headings}
+    columns += [
+        Column(headings[name], [_percent(stat) for stat in stats]) for name, stats in further.items() if any(stats)
+    ]
+    if any("epsilon" in run.history[-1] for runs in study.runs.values() for run in runs):
+        columns.append(Column("ε", [_epsilon(study, label) for label in labels]))
+    if found:
+        cells = [counts(found[label]) if label in found else None for label in labels]
+        columns.append(Column("join", [NONE if c is None else str(c["join"]) for c in cells]))
+        columns.append(Column("undecided", [NONE if c is None else str(c["undecided"]) for c in cells]))
+        columns.append(Column("stay local", [NONE if c is None else str(c["stay local"]) for c in cells]))
+    if len({len(runs) for runs in study.runs.values()}) > 1:
+        columns.append(Column("seeds", [str(len(study.runs[label])) for label in labels]))
+    notes: list[object] = [
+        f"personal %: {Evaluation()}; ± standard deviation over {'seeds (n − 1)' if study.seeds > 1 else 'clients'}"
+    ]
+    if tested:
+        notes.append(f"p and {ALIKE}: {tested.words()}. {ALIKE} not shown to differ from {best}.")
+    notes.append("worst 10 %: mean of the worst tenth of clients")
+    notes += [f"generic %: {GENERIC[name]}" for name in dict.fromkeys(generic.values()) if name]
+    notes += [
+        f"{headings[name]}: {study.notes[name]}" for name in further if any(further[name]) and name in study.notes
+    ]
+    served = [label for label in labels if study.runs[label][0].generic_only]
+    if served:
+        whose = "all" if len(served) == len(labels) else ", ".join(served)
+        notes.append(f"{whose}: no personal model, so the generic one serves every client")
+    if found:
+        notes.append("join, undecided, stay local: clients, by the verdicts below")
+    strong = frozenset([0]) if len(labels) > 1 else frozenset()
+    return Table("results", "Results", columns, strong, notes)
+
+
+def rows_are(study: Study) -> str:
+    """Return what the labels are: methods, or values of the fields that a sweep has."""
+    methods = {runs[0].method for runs in study.runs.values()}
+    fields = [name.removeprefix("method.") for name in study.varying]
+    return ", ".join(fields) if len(methods) == 1 and 0 < len(fields) <= 2 else "method"
+
+
+def costs(study: Study) -> Table:
+    """Return what the runs cost."""
+    labels = study.labels
+    columns = [Column(rows_are(study), labels, left=True)]
+    for heading, values, plain in (
+        ("steps", [_cost(study, label, "steps") for label in labels], True),
+        ("FLOPs", [_cost(study, label, "flops") for label in labels], False),
+        ("B", [_cost(study, label, "bytes") for label in labels], False),
+        ("B in all", [_sum(study, label, "bytes_total") for label in labels], False),
+    ):
+        if any(value is not None for value in values):
+            columns.append(Column(*scaled(heading, values, plain=plain)))
+    columns.append(Column("seconds", [f"{_sum(study, label, 'seconds') or 0.0:,.1f}" for label in labels]))
+    if all("time" in run.history[-1] for runs in study.runs.values() for run in runs):
+        times = [
+            sum(float(run.history[-1]["time"]) for run in study.runs[label]) / len(study.runs[label])
+            for label in labels
+        ]
+        columns.append(Column("simulated s", [f"{time:,.4g}" for time in times]))
+    notes = [
+        "steps, FLOPs, B: one participant in a round, down + up; FLOPs of products and convolutions, client of mean size",
+        "B in all: all clients, all rounds; seconds: of the rounds, as this machine took them"
+        + ("; means over seeds" if study.seeds > 1 else ""),
+    ]
+    return Table("costs", "What it cost", columns, notes=notes)
+
+
+def _percent(stat: Stat | None) -> str:
+    return NONE if stat is None else stat.percent()
+
+
+def _p(p: float) -> str:
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def _epsilon(study: Study, label: str) -> str:
+    values = [run.history[-1].get("epsilon") for run in study.runs[label]]
+    known = [float(value) for value in values if value is not None]
+    return f"{max(known):.3g}" if known else NONE
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None
+
+
+def _cost(study: Study, label: str, name: str) -> float | None:
+    """Return a cost of a participant's round, from the summary, else from the records."""
+    found: list[float | None] = []
+    for run in study.runs[label]:
+        records = [record for record in run.history if record.get("participants")]
+        if name == "flops":
+            flops = run.cost.get("flops")
+            found.append(float(flops["total"]) if isinstance(flops, dict) and "total" in flops else None)
+        elif name == "steps":
+            found.append(
+                _mean([record["steps"] / len(record["participants"]) for record in records if "steps" in record])
+            )
+        else:
+            found.append(
+                _mean([record["bytes_down"] + record["bytes_up"] for record in run.history if "bytes_up" in record])
+            )
+    return _mean(found)
+
+
+def _sum(study: Study, label: str, name: str) -> float | None:
+    """Return the mean over seeds of a sum over rounds."""
+    return _mean([float(sum(record.get(name, 0.0) for record in run.history)) for run in study.runs[label]])

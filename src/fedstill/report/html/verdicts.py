@@ -1,0 +1,208 @@
+"""The verdict for every client: how many should join, the gain of each with its interval, and all of it as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..verdict import LEVEL, Side, Verdict, counts, verdict
+from .markup import Html, csv, download, join, tag
+from .read import Study
+from .svg import LETTER, NARROW, Frame, figure, number, shortened, svg
+
+SIDES: Mapping[Side, tuple[str, str]] = {  # class and words
+    "join": ("join", "better in the federation: join"),
+    "undecided": ("open", "undecided by its test samples"),
+    "stay local": ("stay", "better alone: stay local"),
+}
+ROW = 26.0
+SHOWN = 400  # clients in the figure at most
+LISTED = 1000  # rows of the table at most; the CSV has all
+
+
+def verdicts(study: Study, label: str) -> list[Verdict]:
+    """Return the verdict for every client of every seed that a local run stands beside, on the same samples."""
+    found: list[Verdict] = []
+    if study.local is None:
+        return found
+    alone = {run.seed: run for run in study.runs[study.local]}
+    for run in study.runs[label]:
+        base = alone.get(run.seed)
+        if base is None or base.divided != run.divided:
+            continue
+        answers = [{} if one.answers is None else one.answers.right for one in (base, run)]
+        tests = run.last["samples"]
+        for k, rate in run.last["personal_clients"].items():
+            if k in base.last["personal_clients"] and base.last["samples"].get(k) == tests[k]:
+                bits = answers[0].get(int(k)), answers[1].get(int(k))
+                rates = float(base.last["personal_clients"][k]), float(rate)
+                found.append(verdict(run.client(k), run.seed, int(tests[k]), rates, bits))
+    return found
+
+
+def all_verdicts(study: Study) -> dict[str, list[Verdict]]:
+    """Return the verdicts by method, best first; without the local one, and methods that stand beside no local run."""
+    found = {label: verdicts(study, label) for label in study.labels if label != study.local}
+    return {label: of for label, of in found.items() if of}
+
+
+def section(study: Study, found: Mapping[str, list[Verdict]], label: str) -> Html:
+    """Return the figures and the table; `label` is the method whose clients are shown one by one."""
+    rows = [(method, *_cells(one, study.seeds > 1)) for method, of in found.items() for one in of]
+    header = ("method", *_header(study.seeds > 1))
+    table = csv(header, rows)
+    of = sorted(found[label], key=lambda one: (-one.gain, one.client))
+    paired = all(one.paired for one in of)
+    how = (
+        "Tango's score interval for paired proportions, from the same test samples under both models"
+        if paired
+        else "Newcombe's interval from two accuracies, since it is not known for all clients which samples were right"
+    )
+    chance = (1 - LEVEL) * len(of)
+    seeds = len({one.seed for one in of})
+    each = f"{len(of):,} clients" if seeds == 1 else f"{len(of) / seeds:g} clients in each of {seeds} seeds"
+    first = figure(
+        "verdicts",
+        "Clients by method",
+        lambda width: bars(found, width),
+        table,
+        f"Compared with local training of the same client, {each}. Decided: the {100 * LEVEL:g} % interval of its gain "
+        f"does not hold 0. If federation changed nothing, about {chance:.0f} of {len(of)} would be decided all the same.",
+    )
+    second = figure(
+        "gains",
+        f"Gain of every client from {label}",
+        lambda width: gains(of[:SHOWN], width),
+        csv(_header(study.seeds > 1), [_cells(one, study.seeds > 1) for one in of]),
+        f"Accuracy with {label} minus accuracy alone, in points, best first; bars: {100 * LEVEL:g} % interval ({how}). "
+        "The interval is about these two models on other samples of the client, not about another training.",
+    )
+    return join([first, second, listing(of, label, study.seeds > 1)])
+
+
+def listing(of: Sequence[Verdict], label: str, several_seeds: bool) -> Html:
+    """Return the table of one method's verdicts, folded."""
+    header = tag("tr", *(tag("th", text, cls="" if i else "first") for i, text in enumerate(_header(several_seeds))))
+    rows = [
+        tag(
+            "tr",
+            *(tag("td", _shown(cell), cls="" if i else "first") for i, cell in enumerate(_cells(one, several_seeds))),
+            cls=SIDES[one.side][0],
+        )
+        for one in of[:LISTED]
+    ]
+    table = tag("div", tag("table", tag("thead", header), tag("tbody", *rows)), cls="scroll")
+    text = csv(_header(several_seeds), [_cells(one, several_seeds) for one in of])
+    links = tag("div", download("CSV", text, "clients.csv"), cls="gets")
+    more = f" (the first {LISTED:,} of {len(of):,})" if len(of) > LISTED else ""
+    return tag("details", tag("summary", f"Every client's verdict on {label}{more}"), links, table, id="every-client")
+
+
+def _header(several_seeds: bool) -> tuple[str, ...]:
+    seed = ("seed",) if several_seeds else ()
+    return ("client", *seed, "verdict", "gain (points)", "from", "to", "local %", "federated %", "test samples")
+
+
+def _cells(one: Verdict, several_seeds: bool) -> tuple[object, ...]:
+    seed = (one.seed,) if several_seeds else ()
+    numbers = [100 * value for value in (one.gain, one.low, one.high, one.local, one.federated)]
+    return (one.client, *seed, one.side, *numbers, one.tests)
+
+
+def _shown(cell: object) -> str:
+    return f"{cell:.1f}" if isinstance(cell, float) else str(cell)
+
+
+def bars(found: Mapping[str, list[Verdict]], width: int) -> Html:
+    """Draw how many clients of each method are better, undecided and worse."""
+    narrow = width <= NARROW
+    letters = 12 if narrow else 24
+    left = min(letters, max(map(len, found))) * LETTER + 16
+    keys = 3 if narrow else 1
+    above = 12 + 18 * keys
+    height = above + ROW * len(found) + 8
+    frame = Frame.of(width, int(height), (0.0, 1.0), (len(found), 0.0), left=left, right=14, top=above, bottom=8)
+    parts: list[Html] = []
+    x = 8.0
+    for i, (cls, words) in enumerate(SIDES.values()):
+        y = 14 + (18 * i if narrow else 0)
+        parts += [tag("rect", x=x, y=y - 10, width=12, height=12, cls=cls), tag("text", words, x=x + 18, y=y)]
+        x += 0 if narrow else len(words) * LETTER + 46
+    for row, (label, of) in enumerate(found.items()):
+        top, total, at = frame.y(row) + 3, counts(of), 0
+        tip = f"{label}: " + ", ".join(f"{number(count)} {side}" for side, count in total.items())
+        shown: list[Html] = []
+        for side, (cls, _) in SIDES.items():
+            share = total[side] / len(of)
+            if share:
+                start, end = frame.x(at / len(of)), frame.x(at / len(of) + share)
+                shown.append(
+                    tag(
+                        "rect",
+                        x=round(start, 1),
+                        y=top,
+                        width=round(max(0.5, end - start - 1), 1),
+                        height=ROW - 6,
+                        cls=cls,
+                    )
+                )
+                if end - start > 9 * len(str(total[side])) + 4:
+                    shown.append(
+                        tag(
+                            "text",
+                            total[side],
+                            x=round((start + end) / 2, 1),
+                            y=top + 14,
+                            text_anchor="middle",
+                            cls=f"on-{cls}",
+                        )
+                    )
+            at += total[side]
+        parts.append(tag("g", *shown, data_tip=tip))
+        parts.append(tag("text", shortened(label, letters), x=left - 8, y=top + 14, text_anchor="end", cls="name ink"))
+    return svg(width, height, "Verdicts by method", *parts)
+
+
+def _tip(one: Verdict, several_seeds: bool) -> str:
+    who = f"client {one.client}{f', seed {one.seed}' if several_seeds else ''}"
+    interval = f"{100 * one.gain:+.1f} points, {100 * one.low:+.1f} to {100 * one.high:+.1f}"
+    rates = f"alone {100 * one.local:.1f} %, federated {100 * one.federated:.1f} %"
+    return f"{who}: {one.side}; {interval}; {rates}; {one.tests} test samples"
+
+
+def gains(of: Sequence[Verdict], width: int) -> Html:
+    """Draw every client's gain with its interval, in the order given."""
+    several = len({one.seed for one in of}) > 1
+    low, high = min(100 * one.low for one in of), max(100 * one.high for one in of)
+    margin = 0.04 * (high - low)
+    height = 260 if width <= NARROW else 340
+    frame = Frame.of(width, height, (-0.5, len(of) - 0.5), (low - margin, high + margin), left=40, top=24, bottom=26)
+    parts = [frame.y_axis("points")]
+    zero = frame.y(0.0)
+    step = (frame.x.end - frame.x.start) / len(of)
+    radius = max(1.2, min(4.0, 0.36 * step))
+    for i, one in enumerate(of):
+        x = round(frame.x(i), 1)
+        tip = _tip(one, several)
+        bar = tag(
+            "line",
+            x1=x,
+            x2=x,
+            y1=round(frame.y(100 * one.high), 1),
+            y2=round(frame.y(100 * one.low), 1),
+            cls="whisker",
+            stroke_width=round(max(0.6, min(2.0, 0.3 * step)), 2),
+        )
+        dot = tag("circle", cx=x, cy=round(frame.y(100 * one.gain), 1), r=round(radius, 2))
+        parts.append(tag("g", bar, dot, cls=f"client {SIDES[one.side][0]}", data_tip=tip))
+    parts.append(tag("line", x1=frame.x.start, x2=frame.x.end, y1=zero, y2=zero, cls="zero"))
+    parts.append(
+        tag(
+            "text",
+            "clients, best gain first",
+            x=(frame.x.start + frame.x.end) / 2,
+            y=height - 6,
+            text_anchor="middle",
+            cls="label",
+        )
+    )
+    return svg(width, height, "Gain of every client", *parts)
