@@ -1,7 +1,7 @@
 """Choose cells: `--only cifar100,100clients,pfedsd`.
 
-Each word must be something of a cell: its data, number of clients, partition, method, setting, model, row, column, panel, label or
-id; `*` matches anything. Words of the same kind are alternatives (fedavg,pfedsd), words of different kinds must all hold.
+Each word must be something of a cell: its data, number of clients, partition, method, setting, model, row, column, panel, label
+or id; `*` matches anything. Words of the same kind are alternatives (fedavg,pfedsd), words of different kinds must all hold.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from ..methods import METHODS
 from ..papers import Cell, Exhibit
 from ..run.experiment import Experiment
 from . import filters
-from .scale import Scale
+from .scale import WHOLE, Scale
 
 BESIDE = ("new", "averaged", "forgetting", "fine_tune", "fine_tune_part", "external")  # scores that change no training
 ASKED = {"new": "new", "averaged": "averaged"}  # by model, the score that a contract needs
@@ -96,7 +96,7 @@ def plan(
     exhibits: Sequence[Exhibit],
     only: str = "",
     seeds: int = 0,
-    scale: Scale = Scale(),  # noqa: B008: frozen
+    scale: Scale = WHOLE,
     machine: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Return what to run for some exhibits; `seeds` 0 takes the papers' numbers, `machine` has fields of every experiment."""

@@ -1,4 +1,4 @@
-"""Run the trials of a plan: each once, seeds and equal steps side by side, failures alone, and on from where they were stopped."""
+"""Run the trials of a plan: each once, seeds and equal steps side by side, failures alone, on from where they were stopped."""
 
 from __future__ import annotations
 

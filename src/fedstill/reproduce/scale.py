@@ -4,8 +4,8 @@ With a scale s below 1:
 
     rounds      s times as many, at least 2; a round that a contract names likewise
     clients     all where there are at most 20, else s times as many, at least 20; the share that takes part is the paper's
-    samples     s times as many of each class (and of each domain or owner), the first of a fixed permutation; at least 50 a client
-                that is kept, as far as there are so many; of a common test set at least 20 a client
+    samples     s times as many of each class (and of each domain or owner), the first of a fixed permutation; at least 50 a
+                client that is kept, as far as there are so many; of a common test set at least 20 a client
     newcomers   in proportion to the clients, at least 1
 
 Local epochs, steps, batch size, learning rate, model and seeds are the paper's.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -58,13 +59,13 @@ class Scale:
         newcomers = whole.newcomers
         if newcomers and whole.clients:
             newcomers = max(1, round(newcomers * clients / whole.clients))
-        cut = {"rounds": self.rounds(whole.rounds), "clients": clients, "newcomers": newcomers}
+        cut: dict[str, Any] = {"rounds": self.rounds(whole.rounds), "clients": clients, "newcomers": newcomers}
         if whole.buffer:
             cut["buffer"] = min(whole.buffer, count((clients or CLIENTS) - newcomers, whole.participation))
         return dataclasses.replace(whole, **cut)
 
     def dataset(self, data: Dataset, clients: int, kind: str) -> Dataset:
-        """Return a data set with its samples cut, for so many clients (0: as many as it has owners) by a partition of this kind."""
+        """Return a data set with its samples cut, for so many clients (0: one an owner) by a partition of this kind."""
         if self.whole:
             return data
         groups = {"owner": data.owner, "domain": data.domain}.get(kind)
@@ -94,13 +95,12 @@ class Scale:
     def words(self) -> str:
         """Say what is cut."""
         return (
-            f"SCALED to {self.share:g}: rounds and samples × {self.share:g} (at least {ROUNDS} rounds, {SAMPLES} samples a client), "
-            f"clients above {CLIENTS} likewise; the published numbers are those of the whole"
+            f"SCALED to {self.share:g}: rounds and samples × {self.share:g} (at least {ROUNDS} rounds and {SAMPLES} samples "
+            f"a client), clients above {CLIENTS} likewise; the published numbers are those of the whole"
         )
 
-    def note(self) -> str:
-        """Return the words for a verdict on scaled numbers; empty for whole ones."""
-        return "" if self.whole else "scaled"
+
+WHOLE = Scale()
 
 
 def _owners(data: Dataset, clients: int) -> tuple[Dataset, Ints | None, Ints | None]:
@@ -110,8 +110,8 @@ def _owners(data: Dataset, clients: int) -> tuple[Dataset, Ints | None, Ints | N
     train = np.flatnonzero(np.isin(data.owner, kept))
     test = None
     if data.test_y is not None:
-        everybody = data.test_owner is None
-        test = np.arange(len(data.test_y)) if everybody else np.flatnonzero(np.isin(data.test_owner, kept))
+        whose = data.test_owner
+        test = np.arange(len(data.test_y)) if whose is None else np.flatnonzero(np.isin(whose, kept))
     data = _take(data, train, test, data.name)
     return data, data.owner, data.test_owner
 

@@ -52,7 +52,7 @@ def accuracy(contract: Contract, result: Result, scale: Scale) -> float:
     name = NAMES.get(contract.model, {}).get(str(contract.clients), "")
     if contract.model in ("personal", "generic") and contract.round == "best-val":
         contract_of = Evaluation(
-            model=contract.model,  # type: ignore[arg-type]
+            model=contract.model,
             clients=contract.clients,  # type: ignore[arg-type]
             mean=contract.mean,
             round="best-val",
@@ -153,8 +153,8 @@ def _reached(contract: Contract, result: Result, target: float) -> float:
 
 
 def _time(result: Result, round: float) -> float:
-    times = {record["round"]: record.get("time") for record in result.history}
-    if times.get(round) is None:
+    times = {record["round"]: record["time"] for record in result.history if "time" in record}
+    if round not in times:
         raise Unscored("the run has no simulated time")
     return float(times[round])
 

@@ -39,7 +39,7 @@ class Shelf:
         """Return the federation of an experiment whose rounds and clients are already scaled."""
         e = experiment
         key = (e.data, root, e.partition, e.clients, e.split, e.pool, e.seed, e.external, scale)
-        return self._get(key, lambda: self._deal(experiment, scale, root), _bytes_of_federation)  # type: ignore[no-any-return]
+        return self._get(key, lambda: self._deal(experiment, scale, root), size_of)  # type: ignore[no-any-return]
 
     def _deal(self, experiment: Experiment, scale: Scale, root: str) -> Federation:
         data = self.dataset(experiment.data, root)
@@ -74,7 +74,7 @@ def _bytes_of_dataset(data: Dataset) -> int:
     return int(data.x.nbytes + data.y.nbytes + (0 if data.test_x is None else data.test_x.nbytes))
 
 
-def _bytes_of_federation(federation: Federation) -> int:
+def size_of(federation: Federation) -> int:
     """Return the bytes of all clients' samples, and of the common and external tests."""
     tensors = [getattr(client, f.name) for client in federation.clients for f in fields(Client)]
     tensors += [t for pair in (federation.test, federation.external) if pair is not None for t in pair]

@@ -3,8 +3,8 @@
     OUT/runs/DATA-METHOD-seedN-DIGEST/     the run's folder (`run.journal`), from which a run in the middle goes on
         result.json                        written last, whole and with a checksum: only then is there a result
 
-The digest is of all settings that are not defaults and of the scale. What cannot change a number is left out of it: where the data
-lie, and how many processes train.
+The digest is of all settings that are not defaults and of the scale. What cannot change a number is left out of it: where the
+data lie, and how many processes train.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Whether a measured number is the published one, and whether the ranking holds: noise from both spreads and the numbers of seeds.
+"""Whether a measured number is the published one, and whether the ranking holds: noise from both spreads and numbers of seeds.
 
 The standard error of a difference is √(s_p²/n_p + s_o²/n_o), with the published spread s_p over n_p seeds and ours s_o over n_o.
-A difference is within the noise where it is at most t times that, t being Student's at 95 % with Welch's degrees of freedom. Where
-the paper prints no ±, its seeds are taken to spread as ours do; where it does not say what its ± is over, the ± counts in full.
+A difference is within the noise where it is at most t times that, t being Student's at 95 % with Welch's degrees of freedom.
+Where the paper prints no ±, its seeds are taken to spread as ours do; where it does not say what its ± is over, the ± counts in
+full.
 """
 
 from __future__ import annotations
@@ -147,7 +148,8 @@ class Ranking:
     def lines(self) -> list[str]:
         """Describe the ranking in lines."""
         judgement = "holds" if not self.swaps else "holds but for ties" if self.holds else "differs"
-        head = f"ranking {f'in {self.where} ' if self.where else ''}{judgement}: Kendall's τ {self.tau:.2f} over {self.pairs} pairs"
+        where = f"in {self.where} " if self.where else ""
+        head = f"ranking {where}{judgement}: Kendall's τ {self.tau:.2f} over {self.pairs} pairs"
         return [head, *(f"  {line}" for line in self.swap_lines())]
 
     def swap_lines(self) -> list[str]:
