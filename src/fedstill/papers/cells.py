@@ -36,8 +36,8 @@ METRICS = {
     "time-speedup": Metric("×", "the reference's simulated seconds to the target, divided by the cell's"),
     "seconds": Metric("s", "measured time of a round"),
     "time-share": Metric("%", "share of a round's time", parts=("communication", "client", "server")),
-    "megabytes": Metric("MB", "communication of a client in a round, down and up"),
-    "flops": Metric("GFLOPs", "computation of a client in a round"),
+    "megabytes": Metric("MB", "communication of a client in a round, down and up", parts=("bytes", "numbers")),
+    "flops": Metric("GFLOPs", "computation of a client in a round", parts=("flops", "multiply-adds")),
     "accuracy-curve": Metric("%", "accuracy by round", curve=True),
     "loss-curve": Metric("", "training loss by round: the data term alone", curve=True),
     "forgetting": Metric(
