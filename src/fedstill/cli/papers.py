@@ -68,8 +68,8 @@ def _list(exhibits: Sequence[Exhibit], root: str, width: int, clock: quick.Clock
         lines.append("")
     lines += textwrap.wrap(
         "about: all cells with the paper's seeds on this machine, by the time of a plain step of each model (methods differ; "
-        "'fedstill reproduce … --dry-run' times each); – where the data is not here. 'fedstill papers PAPER/EXHIBIT' lists the "
-        "cells, 'fedstill reproduce PAPER/EXHIBIT' runs them.",
+        "'fedstill reproduce … --dry-run' times each); – where data are not here: ↓ downloaded when first used, ✗ missing. "
+        "'fedstill papers PAPER/EXHIBIT' lists the cells, 'fedstill reproduce PAPER/EXHIBIT' runs them.",
         width,
     )
     return lines
@@ -79,14 +79,14 @@ def _row(exhibit: Exhibit, root: str, clock: quick.Clock) -> tuple[str, ...]:
     planned = plan([exhibit])
     runs = sum(trial.seeds for trial in planned.trials if trial.trains)
     needs = sources.needs((trial.experiment for trial in planned.trials), root)
-    data = " ".join(need.words for need in needs) or "generated"
+    data = " ".join(need.mark for need in needs) or "generated"
     cost = _cost(planned, clock)
     return exhibit.id, str(len(exhibit.cells)), str(runs), cost, data, exhibit.title
 
 
 def _cost(planned: Plan, clock: quick.Clock) -> str:
     """Return about how long a plan takes on this machine."""
-    seconds = clock.seconds(planned)
+    seconds = clock.seconds(planned) if planned.trials else None
     return NONE if seconds is None else duration(seconds)
 
 

@@ -32,6 +32,11 @@ class Need:
             return f"{self.name} [downloaded when first used]" if self.present else f"{self.name} [missing]"
         return f"{self.name} [here]" if SOURCES[self.name].files else self.name
 
+    @property
+    def mark(self) -> str:
+        """The name with a mark: ↓ where its files are downloaded when first used, ✗ where they are missing."""
+        return self.name + ("↓" if self.missing and self.present else "✗" if self.missing else "")
+
 
 def names(experiment: Experiment) -> tuple[str, ...]:
     """Return the named data sets of an experiment, those that are generated left out."""

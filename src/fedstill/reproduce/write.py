@@ -132,8 +132,8 @@ def table_of(readings: Sequence[Reading]) -> str:
                 writer.writerow([*place, x, repr(mean), "" if std is None else repr(std), len(reading.curves), ""])
         else:
             ours = reading.ours
-            std = "" if ours is None or ours.std is None else repr(ours.std)
-            numbers = ["", "", 0] if ours is None else [repr(ours.mean), std, ours.seeds]
+            spread = "" if ours is None or ours.std is None else repr(ours.std)
+            numbers = ["", "", 0] if ours is None else [repr(ours.mean), spread, ours.seeds]
             at, printed = ("" if value is None else value for value in (cell.x, cell.published))
             writer.writerow([*place, at, *numbers, printed])
     return out.getvalue()
