@@ -47,19 +47,20 @@ class Row:
     method: fs.Method
     fixed_point: Callable[[fs.Method], None]
     neutral: tuple[Neutral, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)  # of training, where not the laws' own
 
     @property
     def name(self) -> str:
         changed = [f"{n}={v}" for n, v in values_of(self.method).items() if v != getattr(type(self.method)(), n)]
-        return " ".join([self.method.id, *changed])
+        return " ".join([self.method.id, *changed, *(f"{n}={v}" for n, v in self.settings.items())])
 
 
 # ---- fixed points ------------------------------------------------------------------------------------------------------
-def reaches(expected: float, rounds: int = 400) -> Callable[[fs.Method], None]:
+def reaches(expected: float, rounds: int = 400, **changes: Any) -> Callable[[fs.Method], None]:
     """The generic model of the quadratic clients ends at a known number."""
 
     def check(method: fs.Method) -> None:
-        run = on_quadratics(method, rounds=rounds)
+        run = on_quadratics(method, rounds=rounds, **changes)
         assert abs(point(run.generic()) - expected) < 1e-9
 
     return check
@@ -385,6 +386,7 @@ EVERYBODY = {"participation": 1.0}
 SD = {"lam": 0.7, "tau": 2.0}
 SPECTRAL = {"generic_epochs": 2, "personal_epochs": 2}
 PLAIN_SGD = {"momentum": 0.0, "nesterov": False}
+IN_STEPS = {"local_steps": 5}
 ROWS = [
     Row(fs.Local(), own_optimum),
     Row(fs.FedAvg(), reaches(mean_of_pulls(0.0, COUNTS))),
@@ -654,4 +656,15 @@ ROWS = [
         for li in (True, False)
         for ta in (True, False)
     ),
+    # Local training in steps: a client with few samples passes through them several times, one with many not once. Of the
+    # quadratics, where a batch is all of a client's data, so many steps are so many epochs.
+    Row(fs.FedAvg(), reaches(mean_of_pulls(0.0, COUNTS), epochs=1, local_steps=EPOCHS), settings=IN_STEPS),
+    Row(
+        fs.Ditto(lam=0.8),
+        beside_the_mean,
+        neutral=(Neutral(fs.Ditto(), fs.FedAvg(), of="generic", settings=IN_STEPS),),
+        settings=IN_STEPS,
+    ),
+    Row(fs.PFedMe(lam=4.0, k=3, personal_lr=0.06, beta=0.9), envelope, settings=IN_STEPS),
+    Row(fs.CD2PFed(p=0.6, distill=False, beta=0.3), stationary_layers, settings=IN_STEPS),
 ]

@@ -38,7 +38,7 @@ every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 @every_row
 @pytest.mark.parametrize("model", MODELS)
 def test_1_stacked_equals_one(row: Row, model: str) -> None:
-    one, stacked = run(row.method, model, engine="one"), run(row.method, model, engine="stacked")
+    one, stacked = (run(row.method, model, engine=engine, **row.settings) for engine in ("one", "stacked"))
     assert distance(states(one), states(stacked)) < 1e-10
     for a, b in zip(one.history, stacked.history, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-10)
@@ -58,7 +58,11 @@ def asks_for_the_round(method: fs.Method) -> bool:
 
 @pytest.mark.parametrize(("row", "model"), TRACED, ids=lambda v: v.name if isinstance(v, Row) else v)
 def test_1_a_traced_program_equals_one(row: Row, model: str, traced, capsys) -> None:
-    how = {"participation": 0.4, "rounds": 2}  # two clients of five: a program for two rows, and one for one
+    how = {
+        "participation": 0.4,
+        "rounds": 2,
+        **row.settings,
+    }  # two clients of five: a program for two rows, and one for one
     one, program = run(row.method, model, engine="one", **how), run(row.method, model, engine="stacked", **how)
     assert distance(states(one), states(program)) < 1e-10
     for a, b in zip(one.history, program.history, strict=True):
@@ -110,7 +114,7 @@ def test_1_fast_paths_on_and_off(row: Row, model: type[nn.Module], monkeypatch) 
     net = model().double()
 
     def trained(**changes) -> fs.Run:
-        return run(row.method, net, workers=1, **changes)
+        return run(row.method, net, workers=1, **row.settings, **changes)
 
     off = trained(fast=False)
     assert used == []
@@ -127,7 +131,9 @@ def test_1_fast_paths_on_and_off(row: Row, model: type[nn.Module], monkeypatch) 
 
 @every_row
 def test_2_the_wire_changes_nothing(row: Row) -> None:
-    prepared = simulation.prepare(row.method, make("normed"), ragged(), None, Training(**SETTINGS, engine="one"))
+    prepared = simulation.prepare(
+        row.method, make("normed"), ragged(), None, Training(**SETTINGS, **row.settings, engine="one")
+    )
     assert identical(states(finish(prepared)), states(finish(prepared, WIRED)))
 
 
@@ -159,13 +165,13 @@ def test_4_scaffold_finds_the_optimum_where_fedavg_does_not() -> None:
     assert abs(point(scaffold.generic()) - OPTIMUM) < 1e-9
 
 
-def exchanges(method: fs.Method, engine: str, spied) -> list[list[str]]:
+def exchanges(method: fs.Method, engine: str, spied, **changes) -> list[list[str]]:
     """What each upload of a short run gives away: the checker's findings, upload by upload.
 
     Nobody has one sample alone: BatchNorm would turn it into zeros, so that private statistics are shared biases.
     """
     several = ragged(((13, 5), (7, 3), (6, 2), (10, 4), (5, 1)))
-    result = run(method, "normed", several, engine=engine, participation=1.0)
+    result = run(method, "normed", several, engine=engine, participation=1.0, **changes)
     task, initial = result.task, make("normed").state_dict()
     memories, findings = {}, []
     for reply, after in (seen for seen in spied if seen[0].kind == "train"):
@@ -178,7 +184,7 @@ def exchanges(method: fs.Method, engine: str, spied) -> list[list[str]]:
 @every_row
 @pytest.mark.parametrize("engine", ["one", "stacked"])
 def test_5_private_stays_private(row: Row, engine: str, spied) -> None:
-    findings = exchanges(row.method, engine, spied)
+    findings = exchanges(row.method, engine, spied, **row.settings)
     assert findings == [[]] * 15  # three rounds of five clients
 
 
@@ -213,18 +219,18 @@ def test_5_finds_a_method_that_leaks(leak: str, of: str, spied) -> None:
 
 @every_row
 def test_6_cohorts_and_padding_are_invisible(row: Row) -> None:
-    how = {"engine": "stacked", "rounds": 2}
+    how = {"engine": "stacked", "rounds": 2, **row.settings}
     together = run(row.method, "normed", **how)
     for cohort in (1, 2):
         assert distance(states(together), states(run(row.method, "normed", cohort=cohort, **how))) < 1e-10
-    assert identical(states(run(row.method, cohort=2)), states(run(row.method)))
+    assert identical(states(run(row.method, cohort=2, **row.settings)), states(run(row.method, **row.settings)))
 
 
 @every_row
 @pytest.mark.parametrize("engine", ["one", "stacked"])
 def test_7_same_seed_same_bits_and_evaluation_changes_nothing(row: Row, engine: str) -> None:
     torch.manual_seed(1)
-    how = {"engine": engine, "rounds": 2}
+    how = {"engine": engine, "rounds": 2, **row.settings}
     first = run(row.method, "normed", **how)
     torch.manual_seed(2)
     before = torch.get_rng_state()
@@ -237,7 +243,7 @@ def test_7_same_seed_same_bits_and_evaluation_changes_nothing(row: Row, engine: 
 @every_row
 @pytest.mark.parametrize("engine", ["one", "stacked"])
 def test_8_nothing_aliases(row: Row, engine: str, spied) -> None:
-    result = run(row.method, "normed", engine=engine, participation=1.0, rounds=2)
+    result = run(row.method, "normed", engine=engine, participation=1.0, rounds=2, **row.settings)
     last = [(reply, memory) for reply, memory in spied if reply.kind == "train" and reply.round == 2]
     assert len(last) == 5
     for reply, memory in last:
@@ -250,7 +256,9 @@ def test_8_nothing_aliases(row: Row, engine: str, spied) -> None:
                 assert not tree.aliases(reply.up, other.up)
                 assert not tree.aliases(reply.up, memory)
     model = make("normed")
-    trained = fs.simulate(row.method, model=model, data=ragged(), **{**SETTINGS, "rounds": 1}, engine=engine)
+    trained = fs.simulate(
+        row.method, model=model, data=ragged(), **{**SETTINGS, **row.settings, "rounds": 1}, engine=engine
+    )
     assert all(torch.equal(v, make("normed").state_dict()[n]) for n, v in model.state_dict().items())
     generic = trained.generic()
     generic[next(iter(generic))].fill_(7.0)

@@ -13,6 +13,7 @@ from fedstill.core.errors import InputError
 from fedstill.data import Federation, catalogue, load
 from fedstill.data.aesthetics import RATINGS
 from fedstill.data.domainnet import DOMAINS, TEN
+from fedstill.report.text import partition_of
 
 from .test_data_folders import paint
 from .test_data_mat import house
@@ -68,6 +69,19 @@ def test_femnist_by_writer_with_its_own_tests(femnist):
     (femnist / "femnist/train/all_data_1_niid_0_keep_0_train_9.json").unlink()
     fed = Federation.from_dataset(load("femnist", femnist), partition="owner", clients=None, split="official")
     assert [(c.y_train.tolist(), c.y_test.tolist()) for c in fed.clients] == [([0, 36, 61], [0]), ([10, 45], [37])]
+
+
+def test_femnist_letters_by_classes_with_lognormal_sizes(femnist):
+    """FedBSD's division: so many letters a client, sizes by a log-normal law, writers apart."""
+    writers = {f"w{k}": [36 + (k + i) % 10 for i in range(12)] for k in range(40)}
+    leaf(femnist / "femnist/train/all_data_2_niid_0_keep_0_train_9.json", writers)
+    data = load("femnist:letters10", femnist)
+    fed = Federation.from_dataset(data, partition="classes:3,lognormal:1.0", clients=15, seed=1)
+    counts = fed.counts()
+    assert ((counts > 0).sum(axis=1) == 3).all()
+    assert counts.sum() == len(data.pooled())
+    assert counts.sum(axis=1).max() > 3 * counts.sum(axis=1).min()
+    assert partition_of(fed) == "classes:3,lognormal:1.0"
 
 
 def test_femnist_letters(femnist):

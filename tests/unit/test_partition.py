@@ -88,6 +88,46 @@ def test_classes_covers_every_class_when_there_are_places():
     assert len(np.unique(y[np.concatenate(few)])) == 6
 
 
+SIGMAS = st.one_of(st.floats(-3, 6).map(lambda e: 10.0**e), st.sampled_from([1e-300, 1.0, 1e6]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(y=LABELS, sigma=SIGMAS, data=st.data())
+def test_classes_of_lognormal_sizes_are_those_of_even_sizes(y, sigma, data):
+    """The same clients have the same classes, whole, and nobody has fewer samples than are needed."""
+    clients, each = data.draw(st.integers(1, len(y) // 2)), data.draw(st.integers(1, 7))
+    try:
+        even = deal(f"classes:{each}", y, clients, 5, classes=7)
+    except InputError:
+        with pytest.raises(InputError, match="possible with fewer clients|at most classes:"):
+            deal(f"classes:{each},lognormal:{sigma}", y, clients, 5, classes=7)
+        return
+    uneven = deal(f"classes:{each},lognormal:{sigma}", y, clients, 5, classes=7)
+    dealt = np.concatenate(uneven)
+    assert sorted(dealt.tolist()) == sorted(np.concatenate(even).tolist())
+    assert len(set(dealt.tolist())) == len(dealt)
+    assert all(len(own) >= 2 for own in uneven)
+    for a, b in zip(even, uneven, strict=True):
+        assert set(y[a]) == set(y[b])
+        assert len(set(y[b])) == each
+
+
+def test_classes_of_lognormal_sizes_have_the_spread_of_a_lognormal():
+    """Of one class among all, a holder's share above the floor of ⌈2/1⌉ is its weight; of several, one weight serves all."""
+    alone = np.array([len(own) for own in deal("classes:1,lognormal:0.7", np.zeros(2_000_000, int), 2000, 0)])
+    assert np.log(alone - 2).std() == pytest.approx(0.7, abs=0.04)
+    y = np.repeat(np.arange(3), 300_000)
+    counts = np.stack([np.bincount(y[own]) for own in deal("classes:3,lognormal:1.0", y, 100, 0)])
+    assert np.abs(counts - counts[:, :1]).max() <= 1  # all hold all three classes, so one weight gives one share
+    two = np.stack([np.bincount(y[own], minlength=3) for own in deal("classes:2,lognormal:1.0", y, 300, 0)])
+    logs = np.log(two.sum(axis=1) - 2.0)
+    assert logs.std() == pytest.approx(1.0, abs=0.12)  # 300 draws; holders of a class share the same total
+    skew = ((logs - logs.mean()) ** 3).mean() / logs.std() ** 3
+    assert abs(skew) < 0.6  # a normal law of the logarithms
+    other = np.array([len(own) for own in deal("classes:2,lognormal:1.0", y, 300, 1)])
+    assert other.tolist() != two.sum(axis=1).tolist()
+
+
 def test_shards_on_sorted_labels_have_at_most_s_classes_when_shards_divide_classes():
     y = generator(0, "y").permutation(np.repeat(np.arange(10), 40))
     indices = deal("shards:2", y, 10, 0)  # 20 shards of 20: two for each class
@@ -160,6 +200,7 @@ PINNED = {  # these change only when a partition's algorithm does, and then save
     "shards:2": "31eafdf381cc051a",
     "classes:2": "779760923437a1e3",
     "lognormal:1.0": "65e388a8c4288b4b",
+    "classes:2,lognormal:1.0": "80718422b99c5ff8",
 }
 
 
@@ -184,7 +225,9 @@ def test_hash_by_hand():
     assert lists_hash([np.array([0, 1]), np.array([2])]) == hashlib.sha256(raw).hexdigest()
 
 
-@pytest.mark.parametrize("text", ["iid", "dirichlet:0.1", "shards:2", "classes:3", "domain", "file:a/b.json"])
+@pytest.mark.parametrize(
+    "text", ["iid", "dirichlet:0.1", "shards:2", "classes:3", "classes:2,lognormal:0.5", "domain", "file:a/b,c.json"]
+)
 def test_parse_and_print_agree(text):
     assert str(parse(text)) == text
     assert parse(parse(text)) == parse(text)
@@ -205,6 +248,13 @@ def test_parse_and_print_agree(text):
         ("shards:0", "at least 1"),
         ("shards:1.5", "at least 1"),
         ("classes", "at least 1"),
+        ("classes:2,lognormal:0", "above 0"),
+        ("classes:2,lognormal:x", "above 0"),
+        ("classes:2,lognormal", "above 0"),
+        ("classes:2,lognormal:nan", "above 0"),
+        ("classes:2,dirichlet:0.1", "classes:S,lognormal:SIGMA"),
+        ("classes:0,lognormal:1.0", "at least 1"),
+        ("classes:x,lognormal:1.0", "at least 1"),
         ("iid:3", "without a parameter"),
         ("file:", "file:PATH"),
         (7, "a text such as"),
@@ -222,6 +272,8 @@ def test_partition_object_is_checked_too():
         Partition("dirichlet", "0.1")
     with pytest.raises(InputError, match="at least 1"):
         Partition("shards", 2.0)
+    with pytest.raises(InputError, match="classes:S,lognormal:SIGMA"):
+        Partition("shards", 2, 1.0)
 
 
 Y = np.repeat(np.arange(5), 4)

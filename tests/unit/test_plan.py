@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstill.core.plan import Plan, bits, key, keys, permutation, tables, tensor_bits, uniform_bits
+from fedstill.core.plan import Length, Plan, bits, key, keys, permutation, tables, tensor_bits, uniform_bits
 
 MASK = (1 << 64) - 1
 
@@ -105,19 +105,23 @@ SEEDS = st.one_of(st.integers(0, 9), st.integers(0, 2**63 - 1), st.just(2**63 - 
 
 @given(
     st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 40)), min_size=1, max_size=6), SEEDS, st.integers(1, 12),
-    st.integers(1, 3), st.integers(0, 5), st.integers(1, 500),
+    st.one_of(st.integers(1, 3), st.builds(Length, epochs=st.integers(1, 3)), st.builds(Length, steps=st.integers(1, 20))),
+    st.integers(0, 5), st.integers(1, 500),
 )  # fmt: skip
-def test_tables_are_the_same_batches(cohort, seed: int, batch: int, epochs: int, wider: int, round: int) -> None:
+def test_tables_are_the_same_batches(
+    cohort, seed: int, batch: int, length: int | Length, wider: int, round: int
+) -> None:
     """All clients' batches at once, on the device, against client by client on the host."""
     plan, clients, samples = Plan(seed, batch), [k for k, _ in cohort], [n for _, n in cohort]
     width = min(batch, max(samples)) + wider
-    found = plan.tables(round, clients, samples, epochs, width, torch.device("cpu"))
-    steps = max(plan.steps(n, epochs) for n in samples)
+    found = plan.tables(round, clients, samples, length, width, torch.device("cpu"))
+    steps = max(plan.steps(n, length) for n in samples)
     assert found.index.shape == found.real.shape == (steps, len(clients), width)
     assert found.key.shape == (steps, len(clients))
     for i, (k, n) in enumerate(cohort):
-        right = plan.batches(round, k, n, epochs, width)
+        right = plan.batches(round, k, n, 20, width)[: plan.steps(n, length)]  # 20 epochs: at least so many steps
         index, real = found.index[:, i].numpy(), found.real[:, i].numpy()
+        assert len(right) == plan.steps(n, length)
         assert np.array_equal(np.where(real, index, -1)[: len(right)], right)
         assert not real[len(right) :].any()
         assert (index[~real] == 0).all()

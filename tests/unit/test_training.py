@@ -49,6 +49,7 @@ UNUSED = [  # settings, a field, another value of it
     (SLOW, "personal_cap", 1),
     (SLOW, "unselected", "broadcast"),
     ({}, "fine_tune_part", "all"),
+    ({"local_steps": 2}, "epochs", 3),
     ({}, "join_epochs", 1),
     ({}, "suspected", 2.0),
     ({"average": "median"}, "clip_to", 1.0),
@@ -129,7 +130,7 @@ def test_what_is_not_unused_changes_something(given, field, other) -> None:
 def test_every_reason_has_a_case() -> None:
     """Whatever some settings can leave unused is in the table above."""
     kinds = {"mode": ("sync", "fedasync", "fedbuff"), "server": ("mean", "momentum"), "engine": ("one", "stacked")}
-    found = set()
+    found = set(fs.Training(local_steps=1).unused())
     for mode in kinds["mode"]:
         for server in kinds["server"]:
             for engine in kinds["engine"]:

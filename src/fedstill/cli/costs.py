@@ -138,11 +138,12 @@ def _count(experiment: Experiment, reduced: Federation, sizes: tuple[int, ...], 
     """Return the cost without times: messages from rounds of two clients with two samples each, work from the real sizes."""
     two = 2 / len(reduced) if len(reduced) > 2 else 1.0
     small = dataclasses.replace(
-        experiment, participation=two, epochs=1, engine="one", minimum=1, buffer=0, personal_cap=experiment.personal_cap or 1
+        experiment, participation=two, epochs=1, local_steps=0, engine="one", minimum=1, buffer=0,
+        personal_cap=experiment.personal_cap or 1,
     )  # fmt: skip
     run = simulation.run(small, federation=reduced, progress=progress)
     bench = run.trainer.bench
-    task = dataclasses.replace(bench.task, epochs=experiment.epochs)
+    task = dataclasses.replace(bench.task, epochs=experiment.epochs, local_steps=experiment.local_steps)
     sized = Only(dataclasses.replace(bench.data.train, sizes=sizes))
     return _with_bytes(accounting.cost(run, dataclasses.replace(bench, task=task, data=sized)), run.history[-1])
 

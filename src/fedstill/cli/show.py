@@ -30,6 +30,7 @@ PARTITIONS = {
     "balanced-dirichlet:α": "the same with equal sizes",
     "shards:s": "sorted by label and cut into shards, s of them to each client",
     "classes:S": "exactly S classes to each client",
+    "classes:S,lognormal:σ": "the same, sizes by lognormal(0, σ)",
     "lognormal:σ": "samples at random, sizes by lognormal(0, σ)",
     "domain": "one client for each domain, as in --data mnist+usps",
     "owner": "one client for each owner that the data names (silos, synthetic)",

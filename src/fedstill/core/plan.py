@@ -83,6 +83,30 @@ def row_keys(k: Tensor, index: Tensor) -> Tensor:
     return _shift(tensor_bits(h, 1).squeeze(-1), 1)
 
 
+@dataclass(frozen=True)
+class Length:
+    """How long a phase lasts: so many epochs, or (`steps` above 0) so many SGD steps, the same for every client.
+
+    A phase in steps passes through a client's samples as many times as its steps need; the last epoch may be incomplete.
+    """
+
+    epochs: int = 0
+    steps: int = 0
+
+    def __bool__(self) -> bool:
+        return self.epochs > 0 or self.steps > 0
+
+    def of(self, samples: int, batch_size: int) -> int:
+        """Return the number of SGD steps of a client with so many samples; partial batches count."""
+        return self.steps or self.epochs * -(-samples // min(batch_size, samples))
+
+    def epochs_of(self, samples: int, batch_size: int) -> float:
+        """Return how many times a client with so many samples passes through them, counted in steps."""
+        if not self.steps:
+            return self.epochs
+        return self.steps / -(-samples // min(batch_size, samples))
+
+
 def _signed(word: int) -> int:
     """Return the int64 with the bits of an unsigned 64-bit word."""
     return word - (1 << 64) if word >> 63 else word
@@ -117,28 +141,40 @@ def tables(
     round: int,
     clients: Sequence[int],
     samples: Sequence[int],
-    epochs: int,
+    length: int | Length,
     width: int,
     device: torch.device,
 ) -> Tables:
-    """Return the batches that `Plan.order` and `Plan.step_keys` give client by client, drawn and sorted on the device."""
-    seed, client = (np.asarray(words, dtype=np.uint64)[:, None] for words in (seeds, clients))
-    epoch = np.arange(epochs, dtype=np.uint64)[None, :]
-    longest = max(samples)
-    n = put(samples, device)
-    drawn = tensor_bits(_on(keys(seed, BATCHES, round, client, epoch), device), longest) ^ -(1 << 63)  # unsigned order
-    padding = torch.arange(longest, device=device) >= n[:, None, None]
+    """Return the batches that `Plan.order` and `Plan.step_keys` give client by client, drawn and sorted on the device.
+
+    `length` is that of the phase; a plain number counts epochs.
+    """
+    length = _length(length)
+    seed, client = (np.asarray(words, dtype=np.uint64) for words in (seeds, clients))
+    steps = np.array([length.of(m, batch_size) for m in samples])
+    epochs = -(-steps // np.array([Length(1).of(m, batch_size) for m in samples]))  # that a client begins
+    first = np.cumsum(epochs) - epochs  # the row of a client's first epoch
+    owner = np.repeat(np.arange(len(samples)), epochs)
+    epoch = (np.arange(len(owner)) - first[owner]).astype(np.uint64)
+    longest, n, mine = max(samples), put(samples, device), put(owner, device)
+    drawn = tensor_bits(_on(keys(seed[owner], BATCHES, round, client[owner], epoch), device), longest) ^ -(1 << 63)
+    padding = torch.arange(longest, device=device) >= n[mine].unsqueeze(1)  # what is drawn sorts as unsigned numbers
     order = drawn.masked_fill_(padding, (1 << 63) - 1).sort(dim=-1, stable=True).indices
     size = n.clamp(max=batch_size)
     per_epoch = (n + size - 1) // size
-    step = torch.arange(int(epochs * max(-(-m // min(batch_size, m)) for m in samples)), device=device).unsqueeze(1)
+    step = torch.arange(int(steps.max()), device=device).unsqueeze(1)
     place = (step % per_epoch * size).unsqueeze(2) + torch.arange(width, device=device)
     real = (torch.arange(width, device=device) < size[:, None]) & (place < n[:, None])
-    real &= (step < epochs * per_epoch).unsqueeze(2)
-    row = torch.arange(len(samples), device=device)[:, None]
-    index = order[row, (step // per_epoch).clamp(max=epochs - 1).unsqueeze(2), place.clamp(max=longest - 1)]
-    key = _shift(tensor_bits(_on(keys(seed, STEP, round, client), device).squeeze(1), len(step)), 33).T
+    real &= (step < put(steps, device)).unsqueeze(2)
+    row = put(first, device) + torch.minimum(step // per_epoch, put(epochs - 1, device))
+    index = order[row.unsqueeze(2), place.clamp(max=longest - 1)]
+    key = _shift(tensor_bits(_on(keys(seed, STEP, round, client), device), len(step)), 33).T
     return Tables(torch.where(real, index, 0), real, key)
+
+
+def _length(length: int | Length) -> Length:
+    """Return a length; a plain number counts epochs."""
+    return length if isinstance(length, Length) else Length(length)
 
 
 def private_tables(
@@ -204,9 +240,9 @@ class Plan:
         """Return the order in which an epoch visits a client's samples, each once."""
         return permutation(key(self.seed, BATCHES, round, client, epoch), samples)
 
-    def steps(self, samples: int, epochs: int) -> int:
-        """Return the number of SGD steps; partial batches count."""
-        return epochs * -(-samples // min(self.batch_size, samples))
+    def steps(self, samples: int, length: int | Length) -> int:
+        """Return the number of SGD steps; partial batches count. A plain number counts epochs."""
+        return _length(length).of(samples, self.batch_size)
 
     def batches(self, round: int, client: int, samples: int, epochs: int, width: int) -> NDArray[np.int64]:
         """Return all batches of a phase as rows of `width` indices; −1 is padding. Row s holds the samples of step s."""
@@ -221,10 +257,16 @@ class Plan:
         return rows.reshape(epochs * per_epoch, width)
 
     def tables(
-        self, round: int, clients: Sequence[int], samples: Sequence[int], epochs: int, width: int, device: torch.device
+        self,
+        round: int,
+        clients: Sequence[int],
+        samples: Sequence[int],
+        length: int | Length,
+        width: int,
+        device: torch.device,
     ) -> Tables:
         """Return all batches of a phase for several clients, on the device."""
-        return tables([self.seed] * len(clients), self.batch_size, round, clients, samples, epochs, width, device)
+        return tables([self.seed] * len(clients), self.batch_size, round, clients, samples, length, width, device)
 
     def step_keys(self, round: int, client: int, steps: int) -> NDArray[np.int64]:
         """Return the keys of a phase's dropout masks, one for each step (31 bits, to fit any integer tensor)."""
@@ -255,9 +297,9 @@ class JointPlan:
         """Samples per step, equal in all runs."""
         return self.plans[0].batch_size
 
-    def steps(self, samples: int, epochs: int) -> int:
-        """Return the number of SGD steps; partial batches count."""
-        return self.plans[0].steps(samples, epochs)
+    def steps(self, samples: int, length: int | Length) -> int:
+        """Return the number of SGD steps; partial batches count. A plain number counts epochs."""
+        return self.plans[0].steps(samples, length)
 
     def order(self, round: int, slot: int, samples: int, epoch: int) -> NDArray[np.int64]:
         """Return the order in which an epoch visits a client's samples, each once."""
@@ -277,12 +319,18 @@ class JointPlan:
         return self.plans[run].private(round, phase, client, samples, steps)
 
     def tables(
-        self, round: int, slots: Sequence[int], samples: Sequence[int], epochs: int, width: int, device: torch.device
+        self,
+        round: int,
+        slots: Sequence[int],
+        samples: Sequence[int],
+        length: int | Length,
+        width: int,
+        device: torch.device,
     ) -> Tables:
         """Return all batches of a phase of several clients, on the device."""
         seeds = [self.plans[slot // self.clients].seed for slot in slots]
         clients = [slot % self.clients for slot in slots]
-        return tables(seeds, self.batch_size, round, clients, samples, epochs, width, device)
+        return tables(seeds, self.batch_size, round, clients, samples, length, width, device)
 
 
 def ragged_tables(

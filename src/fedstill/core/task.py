@@ -15,6 +15,7 @@ from . import plan, tree
 from .batch import Batch
 from .errors import InputError, Shown
 from .optim import SGD
+from .plan import Length
 from .tree import Params, Tree
 
 
@@ -151,6 +152,7 @@ class Task:
     momentum: float
     nesterov: bool
     weight_decay: float
+    local_steps: int = 0  # SGD steps of a phase without a length of its own, in place of `epochs`; 0: by epochs
     round: int = 0
     site: Site | None = None
     seed: int = 0
@@ -160,6 +162,11 @@ class Task:
     def at_site(self, site: Site) -> Task:
         """Return the task as a client with this data sees it."""
         return dataclasses.replace(self, site=site)
+
+    @property
+    def length(self) -> Length:
+        """How long the experiment has clients train, where a phase has no length of its own."""
+        return Length(steps=self.local_steps) if self.local_steps else Length(self.epochs)
 
     @property
     def seen(self) -> Tensor:

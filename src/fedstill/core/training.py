@@ -52,6 +52,10 @@ class LocalTraining(Group):
     """What a client does with its own data in a round, where its method has no values of its own."""
 
     epochs: int = setting(5, "passes over its data that a client makes each round", least=1, group="local training")
+    local_steps: int = setting(
+        0, "SGD steps that a client makes each round instead, whatever its data; 0: by epochs", least=0,
+        group="local training",
+    )  # fmt: skip
     batch_size: int = setting(16, "samples a step; a client with fewer uses them all", least=1, group="local training")
     lr: float = setting(0.05, "learning rate η of SGD", above=0, group="local training")
     momentum: float = setting(
@@ -64,6 +68,10 @@ class LocalTraining(Group):
         super().__post_init__()
         if self.nesterov and not self.momentum:
             raise InputError("nesterov", True, "false, or a momentum above 0")
+
+    def unused(self) -> dict[str, str]:
+        """Return the epochs where steps are counted."""
+        return super().unused() | ({"epochs": "with `local_steps`"} if self.local_steps else {})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -250,7 +250,8 @@ def _record(scheme: Partition, data: Dataset, indices: list[Ints], seed: int, po
     """Return the record for partition.json; a partition read from a file keeps the record of how it was drawn."""
     lists = tuple(tuple(int(i) for i in own) for own in indices)
     if scheme.kind != "file":
-        return Record(scheme.kind, scheme.parameter, len(lists), seed, data.name, len(data), lists, pool, split)
+        parameter = scheme.parameter if scheme.sigma is None else str(scheme).partition(":")[2]
+        return Record(scheme.kind, parameter, len(lists), seed, data.name, len(data), lists, pool, split)
     saved = load_record(Path(str(scheme.parameter)))
     for name, value, right in (("source", saved.source, data.name), ("pool", saved.pool, pool)):
         if value != right:

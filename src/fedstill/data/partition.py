@@ -20,18 +20,23 @@ REAL = {
 }
 INTEGER = {
     "shards": "the number of shards a client, at least 1, for example shards:2",
-    "classes": "the number of classes a client, at least 1, for example classes:2",
+    "classes": "the number of classes a client, at least 1, for example classes:2 or classes:2,lognormal:1.0",
 }
+SIZED = "classes:S,lognormal:SIGMA with a number above 0 and at most 1e6, for example classes:2,lognormal:1.0"
 BARE = ("iid", "domain", "owner")
 KINDS = (*REAL, *INTEGER, *BARE, "file")
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A kind of partition and its parameter (None, α, σ, a number of shards or classes, or a path)."""
+    """A kind of partition and its parameter (None, α, σ, a number of shards or classes, or a path).
+
+    `sigma` is that of the sizes of `classes:S,lognormal:σ`; None: as the partition has them.
+    """
 
     kind: str
     parameter: float | int | str | None = None
+    sigma: float | str | None = None
 
     def __post_init__(self) -> None:
         value = self.parameter
@@ -40,22 +45,33 @@ class Partition:
             raise InputError("partition", self.kind, nearest(self.kind, KINDS))
         if self.kind in BARE and value is not None:
             raise InputError("partition", str(self), f"{self.kind!r} without a parameter")
-        if self.kind in REAL and not (number and 0 < float(value or 0) <= 1e6):
+        if self.kind in REAL and not _positive(value):
             raise InputError("partition", str(self), f"{self.kind}:{REAL[self.kind]}")
         if self.kind in INTEGER and not (number and isinstance(value, int) and value >= 1):
             raise InputError("partition", str(self), f"{self.kind}:{INTEGER[self.kind]}")
         if self.kind == "file" and not (isinstance(value, str) and value):
             raise InputError("partition", str(self), "file:PATH with the path of a saved partition.json")
+        sigma = self.sigma
+        if sigma is not None and (self.kind != "classes" or not _positive(sigma)):
+            raise InputError("partition", str(self), SIZED)
 
     def __str__(self) -> str:
-        return self.kind if self.parameter is None else f"{self.kind}:{self.parameter}"
+        text = self.kind if self.parameter is None else f"{self.kind}:{self.parameter}"
+        return text if self.sigma is None else f"{text},lognormal:{self.sigma}"
+
+
+def _positive(value: object) -> bool:
+    """Return whether a value is a number above 0 and at most 1e6."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1e6
 
 
 def parse(text: str | Partition) -> Partition:
     """Parse a partition.
 
     >>> parse("dirichlet:0.1")
-    Partition(kind='dirichlet', parameter=0.1)
+    Partition(kind='dirichlet', parameter=0.1, sigma=None)
+    >>> str(parse("classes:2,lognormal:1.0"))
+    'classes:2,lognormal:1.0'
     """
     if isinstance(text, Partition):
         return text
@@ -67,7 +83,19 @@ def parse(text: str | Partition) -> Partition:
     value: float | int | str = rest
     with contextlib.suppress(ValueError):  # what is not a number stays a string, which Partition refuses
         value = float(rest) if kind in REAL else int(rest) if kind in INTEGER else rest
-    return Partition(kind, value)
+    if kind != "classes" or "," not in rest:
+        return Partition(kind, value)
+    number, _, sizes = rest.partition(",")
+    law, _, text = sizes.partition(":")
+    if law != "lognormal":
+        raise InputError("partition", f"{kind}:{rest}", SIZED)
+    sigma: float | str = text
+    value = number
+    with contextlib.suppress(ValueError):
+        value = int(number)
+    with contextlib.suppress(ValueError):
+        sigma = float(text)
+    return Partition(kind, value, sigma)
 
 
 def deal(
@@ -144,7 +172,8 @@ def _draw(scheme: Partition, y: Ints, classes: int, clients: int, seed: int, min
         each = int(value or 0)
         if scheme.kind == "shards":
             return schemes.shards(y, clients, seed, each)
-        return schemes.by_classes(y, classes, clients, seed, each, min_samples)
+        sigma = 0.0 if scheme.sigma is None else float(scheme.sigma)
+        return schemes.by_classes(y, classes, clients, seed, each, min_samples, sigma)
     return schemes.iid(len(y), clients, seed)
 
 

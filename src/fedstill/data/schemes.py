@@ -133,11 +133,15 @@ def holder_caps(totals: Ints, clients: int, each: int, min_samples: int) -> Ints
     return np.minimum(clients, totals // math.ceil(min_samples / each))
 
 
-def by_classes(y: Ints, classes: int, clients: int, seed: int, each: int, min_samples: int) -> list[Ints]:
+def by_classes(
+    y: Ints, classes: int, clients: int, seed: int, each: int, min_samples: int, sigma: float = 0.0
+) -> list[Ints]:
     """Deal exactly `each` classes to a client; classes have equally many holders, who share them evenly.
 
     Clients choose in turn among the classes with the most places left, ties at random: that choice never gets stuck,
-    and it covers every class once there are enough places.
+    and it covers every class once there are enough places. With `sigma` every client draws a weight from lognormal(0, σ),
+    and the holders of a class share it in proportion to their weights, above what gives everybody `min_samples`; who has
+    which classes does not depend on σ.
     """
     rng = generator(seed, "classes", each)
     places = _level(holder_caps(np.bincount(y, minlength=classes), clients, each, min_samples), clients * each, rng)
@@ -148,9 +152,15 @@ def by_classes(y: Ints, classes: int, clients: int, seed: int, each: int, min_sa
             places[label] -= 1
             holders[label].append(int(k))
     chunks: list[list[Ints]] = [[] for _ in range(clients)]
+    logs = sigma * generator(seed, "classes", each, "lognormal", sigma).standard_normal(clients)
     for label, owners in enumerate(holders):
         if owners:
-            shares = np.array_split(rng.permutation(np.flatnonzero(y == label)), len(owners))
+            samples = rng.permutation(np.flatnonzero(y == label))
+            shares = np.array_split(samples, len(owners))
+            if sigma:
+                floor = math.ceil(min_samples / each)
+                counts = floor + apportion(len(samples) - floor * len(owners), softmax(logs[owners]))
+                shares = np.split(samples, np.cumsum(counts)[:-1])
             for k, share in zip(owners, shares, strict=True):
                 chunks[k].append(share)
     return [np.concatenate(own) for own in chunks]

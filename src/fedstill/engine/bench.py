@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..core.method import Method, Phase
 from ..core.optim import SGD
-from ..core.plan import JointPlan, Plan
+from ..core.plan import JointPlan, Length, Plan
 from ..core.task import Site, Task
 from ..core.tree import Tree
 from ..data.samples import Part
@@ -141,22 +141,22 @@ class Bench:
         assert isinstance(self.task.net, Net)
         return self.task.net
 
-    def phases(self, round: int, task: Task | None = None) -> list[tuple[Phase, int]]:
-        """Return the method's phases with their epochs, without phases of no epochs."""
-        return [(phase, epochs) for _, phase, epochs in self.part("all", round, task)]
+    def phases(self, round: int, task: Task | None = None) -> list[tuple[Phase, Length]]:
+        """Return the method's phases with their lengths, without phases of no step."""
+        return [(phase, length) for _, phase, length in self.part("all", round, task)]
 
-    def part(self, part: PartName, round: int, task: Task | None = None) -> list[tuple[int, Phase, int]]:
-        """Return the phases of a part of a round, each with its place among the method's and its epochs.
+    def part(self, part: PartName, round: int, task: Task | None = None) -> list[tuple[int, Phase, Length]]:
+        """Return the phases of a part of a round, each with its place among the method's and its length.
 
-        Phases of no epochs are left out. The idle part has the phase of another model than `params`, whatever its epochs.
+        Phases of no step are left out. The idle part has the phase of another model than `params`, whatever its length.
         """
         task = task or dataclasses.replace(self.task, round=round)
         numbered = enumerate(self.method.phases(task))
-        phases = [(number, p, task.epochs if p.epochs is None else p.epochs) for number, p in numbered]
+        phases = [(number, p, p.length(task)) for number, p in numbered]
         if part == "all":
-            return [entry for entry in phases if entry[2] > 0]
+            return [entry for entry in phases if entry[2]]
         if part == "generic":
-            return [entry for entry in phases if entry[2] > 0 and entry[1].model == "params"]
+            return [entry for entry in phases if entry[2] and entry[1].model == "params"]
         others = [entry for entry in phases if entry[1].model != "params"]
         if len(others) > 1:
             models = ", ".join(phase.model for _, phase, _ in others)
@@ -173,13 +173,13 @@ class Bench:
             object.__setattr__(method, name, value)  # past the checks, which are for numbers
         return method
 
-    def steps(self, client: int, phases: list[tuple[Phase, int]]) -> int:
+    def steps(self, client: int, phases: list[tuple[Phase, Length]]) -> int:
         """Return the number of SGD steps of one client over all phases."""
-        return sum(self.plan.steps(self.data.train.sizes[client], epochs) for _, epochs in phases)
+        return sum(self.plan.steps(self.data.train.sizes[client], length) for _, length in phases)
 
-    def length(self, work: Work, epochs: int) -> int:
+    def length(self, work: Work, length: Length) -> int:
         """Return the number of SGD steps of one phase of a client's work."""
-        return work.steps if work.part == "idle" else self.plan.steps(self.data.train.sizes[work.client], epochs)
+        return work.steps if work.part == "idle" else self.plan.steps(self.data.train.sizes[work.client], length)
 
     def sgd(self, phase: Phase) -> SGD:
         """Return the optimiser of a phase."""

@@ -56,7 +56,7 @@ class Flops:
 
 @dataclass(frozen=True)
 class RoundFlops:
-    """The FLOPs of a client's round: before its first step, of each phase with all its epochs, after its last step."""
+    """The FLOPs of a client's round: before its first step, of each phase with all its steps, after its last step."""
 
     begin: Flops
     phases: tuple[Flops, ...]
@@ -82,7 +82,7 @@ def count(
 ) -> Counted:
     """Count the work of a client with so many samples, this download and this memory, in this round.
 
-    Epochs that are drawn by round (L2GD's) are taken at their mean over the run's rounds, or over `rounds`. `fake` is chosen
+    Lengths that are drawn by round (L2GD's) are taken at their mean over the run's rounds, or over `rounds`. `fake` is chosen
     by the model; where a hook needs values after all, zeros are used.
     """
     net = bench.net
@@ -98,9 +98,9 @@ def _count(bench: Bench, round: int, down: Tree, memory: Tree, samples: int, rou
     method, train = bench.method, bench.data.train
     as_written = dataclasses.replace(bench.task, net=bench.net.under(AS_WRITTEN))
     bench = dataclasses.replace(bench, task=as_written)
-    epochs = _epochs(bench, rounds or bench.task.rounds)
     full = min(bench.plan.batch_size, samples)
-    steps = sum(epochs) * -(-samples // full)
+    batches = _batches(bench, rounds or bench.task.rounds, samples)
+    steps = sum(whole + partial for whole, partial in batches)
     with _world(fake) as own, torch.enable_grad():
         down, memory = own(down), own(memory)
 
@@ -116,8 +116,8 @@ def _count(bench: Bench, round: int, down: Tree, memory: Tree, samples: int, rou
         with Counter() as begin, torch.no_grad():
             local = method.begin(task, down, memory)
         by_phase = []
-        for phase, often in zip(method.phases(task), epochs, strict=True):
-            if not often:
+        for phase, (whole, partial) in zip(method.phases(task), batches, strict=True):
+            if not whole:
                 by_phase.append(Flops())
                 continue
             with Counter() as enter, torch.no_grad():
@@ -125,7 +125,7 @@ def _count(bench: Bench, round: int, down: Tree, memory: Tree, samples: int, rou
             bare = dataclasses.replace(phase, enter=None)
             per_step, after = _step(bench, task, local, bare, *data(full))
             rest = _step(bench, task, local, bare, *data(samples % full))[0] if samples % full else Flops()
-            by_phase.append(enter.flops + (per_step.times(samples // full) + rest).times(often))
+            by_phase.append(enter.flops + per_step.times(whole) + rest.times(partial))
             local = after
         with Counter() as finish, torch.no_grad():
             up, _ = method.finish(task, down, memory, local)
@@ -142,12 +142,15 @@ def _step(bench: Bench, task: Task, local: Tree, phase: Any, x: Tensor, y: Tenso
     return counter.flops, after
 
 
-def _epochs(bench: Bench, rounds: int) -> list[float]:
-    """Return each phase's epochs, mean over so many rounds."""
-    task = bench.task
-    tasks = [dataclasses.replace(task, round=t) for t in range(1, rounds + 1)]
-    by_round = [[task.epochs if p.epochs is None else p.epochs for p in bench.method.phases(t)] for t in tasks]
-    return [sum(column) / len(column) for column in zip(*by_round, strict=True)]
+def _batches(bench: Bench, rounds: int, samples: int) -> list[tuple[float, float]]:
+    """Return each phase's steps on whole batches and on what is left of an epoch, mean over so many rounds."""
+    tasks = [dataclasses.replace(bench.task, round=t) for t in range(1, rounds + 1)]
+    by_round = [[bench.plan.steps(samples, p.length(t)) for p in bench.method.phases(t)] for t in tasks]
+    per_epoch = bench.plan.steps(samples, 1)
+    left = samples % min(bench.plan.batch_size, samples) > 0  # whether an epoch ends with an incomplete batch
+    partial = [[steps // per_epoch * left for steps in row] for row in by_round]
+    means = [[sum(column) / len(column) for column in zip(*rows, strict=True)] for rows in (by_round, partial)]
+    return [(steps - fewer, fewer) for steps, fewer in zip(*means, strict=True)]
 
 
 @dataclass(frozen=True)

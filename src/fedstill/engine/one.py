@@ -46,7 +46,7 @@ class One:
 
 def _train(bench: Bench, round: int, work: Work, perceptron: Perceptron | None) -> Done:
     method, task = bench.method, bench.home(round, work.client, work.last)
-    phases = [(number, phase, bench.length(work, epochs)) for number, phase, epochs in bench.part(work.part, round)]
+    phases = [(number, phase, bench.length(work, length)) for number, phase, length in bench.part(work.part, round)]
     steps = sum(count for _, _, count in phases)
     x, y = task.here().x, task.here().y
     memory = tree.fit_rows(work.memory, method.per_sample, len(y))

@@ -103,7 +103,7 @@ class Pool:
         if not works:
             return
         phases, meter = bench.part(works[0].part, round), self._training[works[0].part]
-        steps = [sum(bench.length(work, epochs) for _, _, epochs in phases) for work in works]
+        steps = [sum(bench.length(work, length) for _, _, length in phases) for work in works]
         for i, work in enumerate(works):
             rounds = max(1, bench.task.rounds - round + 1)
             if self._pays(bench, meter.expects(sum(steps[i:])), len(works) - i, rounds):

@@ -26,7 +26,7 @@ def way_of(bench: Bench, compile: CompileName, fast: bool) -> Way:
     if not fast or (bench.net.device.type != "cuda" and compile not in ("on", "traced")):
         return "plain"
     sizes = bench.data.train.sizes
-    longest = sum(bench.plan.steps(max(sizes), epochs) for _, epochs in bench.phases(1))
+    longest = sum(bench.plan.steps(max(sizes), length) for _, length in bench.phases(1))
     return (
         "compiled"
         if compile == "on" or (longest * bench.task.rounds >= WORTH_COMPILING and compile == "auto")

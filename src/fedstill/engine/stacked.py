@@ -22,7 +22,7 @@ from torch.func import vmap
 from ..core import tree
 from ..core.errors import InputError, Shown
 from ..core.method import Phase
-from ..core.plan import Tables, private_tables, ragged_tables
+from ..core.plan import Length, Tables, private_tables, ragged_tables
 from ..core.tree import Params, Tree, put
 from .bench import Bench, Done, Store, TooMany, Work, results_of
 from .hooks import calls
@@ -41,6 +41,7 @@ from .step import (
     versions,
 )  # fmt: skip
 
+ONE_EPOCH = Length(1)
 ROWS = 32_768  # samples in one pass of scoring, over all clients
 
 
@@ -49,7 +50,7 @@ class Programs(Protocol):
 
     stages: dict[Any, Any]
 
-    def run(self, cohort: Cohort, number: int, phase: Phase, epochs: int, local: Tree) -> Tree | None:
+    def run(self, cohort: Cohort, number: int, phase: Phase, length: Length, local: Tree) -> Tree | None:
         """Train a phase; None where it has to go step by step."""
 
     def close(self) -> None:
@@ -71,7 +72,7 @@ class Stacked:
             keep_freed_memory()
         if not works:
             return
-        order = sorted(range(len(works)), key=lambda i: (-bench.length(works[i], 1), i))
+        order = sorted(range(len(works)), key=lambda i: (-bench.length(works[i], ONE_EPOCH), i))
         results: list[Done] = []
         with _precision(self.exact):
             try:
@@ -94,12 +95,12 @@ class Stacked:
         cohort = Cohort(bench, round, works, store, planned=self.way != "plain", drawn=self.drawn)
         with torch.enable_grad():
             local = cohort.begin()
-            for number, phase, epochs in cohort.phases:
+            for number, phase, length in cohort.phases:
                 if phase.enter is not None and bench.method.step is None:
                     local = cohort.enter(number, local)
                 staged = self.programs is not None and cohort.part != "idle"
-                trained = self.programs.run(cohort, number, phase, epochs, local) if staged and self.programs else None
-                local = cohort.run(number, phase, epochs, local) if trained is None else trained
+                trained = self.programs.run(cohort, number, phase, length, local) if staged and self.programs else None
+                local = cohort.run(number, phase, length, local) if trained is None else trained
             cohort.finish(local)
         return cohort.done()
 
@@ -169,7 +170,7 @@ class Cohort:
         train, full_round = bench.data.train, bench.phases(round, self.watched)
         self.by_round = self.watched.asked[0]  # whether the phases depend on the round
         self.sizes = [train.sizes[k] for k in self.clients]
-        self.steps = [sum(bench.length(work, epochs) for _, _, epochs in self.phases) for work in works]
+        self.steps = [sum(bench.length(work, length) for _, _, length in self.phases) for work in works]
         self.x, self.y, self.dtype, self.device = train.x, train.y, bench.net.dtype, train.y.device
         self.down = tree.stack_shared([work.down for work in works])
         self.rows = max(train.sizes if planned else self.sizes)
@@ -289,7 +290,7 @@ class Cohort:
         new = {**rows["weights"], **{n: v for n, v in rows["buffers"].items() if n in moving}}
         return {**local, phase.model: {name: new.get(name, value) for name, value in local[phase.model].items()}}
 
-    def run(self, number: int, phase: Phase, epochs: int, local: Tree) -> Tree:
+    def run(self, number: int, phase: Phase, length: Length, local: Tree) -> Tree:
         """Train a phase step by step."""
         names, rows, before_it = self.moving(phase, local), self.state(phase, local), versions(local=local)
         step = StackStep(
@@ -303,7 +304,7 @@ class Cohort:
         before = tree.clone({**rows["weights"], **rows["buffers"]}) if smooths else {}
         per_epoch = put([self.bench.plan.steps(n, 1) for n in self.sizes], self.device)
         now, shown = rows, len(self.works)
-        for count, (active, batch) in enumerate(self._batches(number, phase, epochs), start=1):
+        for count, (active, batch) in enumerate(self._batches(number, phase, length), start=1):
             head = rows_of(active)
             if active != shown:
                 now, shown = tree.map(head, rows), active
@@ -336,48 +337,48 @@ class Cohort:
 
     # ---- what a program depends on -------------------------------------------------------------------------------------
     def recurs(self, phase: Phase) -> bool:
-        """Return whether this phase is the same in other rounds: one of the method's own losses, for the usual epochs."""
+        """Return whether this phase is the same in other rounds: one of the method's own losses, of the usual length."""
         own = phase.loss is None or getattr(phase.loss, "__self__", None) is self.bench.method
-        return not self.by_round or (own and phase.epochs is None)
+        return not self.by_round or (own and not phase.own_length)
 
-    def signature(self, phase: Phase, epochs: int, local: Tree) -> tuple[Any, ...]:
+    def signature(self, phase: Phase, length: Length, local: Tree) -> tuple[Any, ...]:
         """Return what a program of this phase depends on, besides the method and the model."""
         loss = phase.loss or self.bench.method.loss
         names = tuple(self.bench.moving(phase)[0])
         shapes = tuple((name, leaf.shape[1:], leaf.dtype) for name, leaf in tree.leaves(local))
         sgd = dataclasses.replace(self.bench.sgd(phase), lr=0.0)
         kind = getattr(loss, "__qualname__", repr(loss)), phase.model, phase.after_epoch is not None
-        return *kind, names, epochs, sgd, shapes, self.rows
+        return *kind, names, length, sgd, shapes, self.rows
 
     # ---- batches -----------------------------------------------------------------------------------------------------
-    def lengths(self, epochs: int) -> list[int]:
+    def lengths(self, length: Length) -> list[int]:
         """Return how many steps of a phase each client takes, the longest first."""
-        return [self.bench.length(work, epochs) for work in self.works]
+        return [self.bench.length(work, length) for work in self.works]
 
-    def tables(self, epochs: int, width: int) -> dict[str, Tensor]:
+    def tables(self, length: Length, width: int) -> dict[str, Tensor]:
         """Return a phase's batches: `rows` are places in the shared array, `index` among the client's own samples."""
-        return self._tables(self.round, epochs, width) if self.part == "idle" else self._once(self.round, epochs, width)
+        return self._tables(self.round, length, width) if self.part == "idle" else self._once(self.round, length, width)
 
-    def draw_ahead(self, epochs: int, width: int) -> None:
+    def draw_ahead(self, length: Length, width: int) -> None:
         """Draw the next round's batches while the device works on this round's: if all clients take part, they are known."""
         if len(self.clients) == len(self.bench.data.train.sizes) and self.round < self.bench.task.rounds:
-            self._once(self.round + 1, epochs, width)
+            self._once(self.round + 1, length, width)
 
-    def _once(self, round: int, epochs: int, width: int) -> dict[str, Tensor]:
+    def _once(self, round: int, length: Length, width: int) -> dict[str, Tensor]:
         """Return tables that several phases of a round share, kept for this round and the next."""
         near = range(self.round, self.round + 2)
         for old in [key for key in self.drawn if key[0] not in near]:
             del self.drawn[old]
-        key = (round, epochs, width, *self.clients)
+        key = (round, length, width, *self.clients)
         if key not in self.drawn:
-            self.drawn[key] = self._tables(round, epochs, width)
+            self.drawn[key] = self._tables(round, length, width)
         return self.drawn[key]
 
-    def _tables(self, round: int, epochs: int, width: int) -> dict[str, Tensor]:
+    def _tables(self, round: int, length: Length, width: int) -> dict[str, Tensor]:
         if self.part == "idle":
             drawn = ragged_tables(self.bench.plan, self.round, self.clients, self.sizes, self.steps, width, self.device)
         else:
-            drawn = self.bench.plan.tables(round, self.clients, self.sizes, epochs, width, self.device)
+            drawn = self.bench.plan.tables(round, self.clients, self.sizes, length, width, self.device)
         return self._placed(drawn)
 
     def _placed(self, drawn: Tables) -> dict[str, Tensor]:
@@ -389,17 +390,17 @@ class Cohort:
             "key": drawn.key,
         }
 
-    def _private_tables(self, number: int, epochs: int) -> dict[str, Tensor]:
-        plan, lengths = self.bench.plan, self.lengths(epochs)
+    def _private_tables(self, number: int, length: Length) -> dict[str, Tensor]:
+        plan, lengths = self.bench.plan, self.lengths(length)
         drawn = private_tables(plan, self.round, number, self.clients, self.sizes, lengths, self.device)
         return self._placed(drawn)
 
-    def _batches(self, number: int, phase: Phase, epochs: int) -> Iterator[tuple[int, Tree]]:
+    def _batches(self, number: int, phase: Phase, length: Length) -> Iterator[tuple[int, Tree]]:
         """Yield for each step how many clients still train, and their batches, padded to one width."""
         width = min(self.bench.plan.batch_size, max(self.sizes))
-        tables = self._private_tables(number, epochs) if self.bench.private(phase) else self.tables(epochs, width)
+        tables = self._private_tables(number, length) if self.bench.private(phase) else self.tables(length, width)
         full = tables["mask"].all(2).cpu().numpy()
-        for s, active in enumerate(each_step(self.lengths(epochs))):
+        for s, active in enumerate(each_step(self.lengths(length))):
             rows = tables["rows"][s, :active]
             batch = {"x": self.x[rows], "y": self.y[rows]}
             batch.update({name: tables[name][s, :active] for name in ("index", "key")})

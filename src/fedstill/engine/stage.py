@@ -16,6 +16,7 @@ from torch import Tensor
 from ..core import tree
 from ..core.errors import first_line
 from ..core.method import Phase
+from ..core.plan import Length
 from ..core.tree import Tree, put
 from ..nn.kernels.autotune import Choices
 from . import program
@@ -50,20 +51,20 @@ class Programs:
     _graph_pool: Any = None
     _unfreeze: weakref.finalize[Any, Any] | None = None
 
-    def run(self, cohort: Cohort, number: int, phase: Phase, epochs: int, local: Tree) -> Tree | None:
+    def run(self, cohort: Cohort, number: int, phase: Phase, length: Length, local: Tree) -> Tree | None:
         """Train a phase as a program; None where it has to go step by step."""
-        stage = self.stage(cohort, number, phase, epochs, local)
+        stage = self.stage(cohort, number, phase, length, local)
         if stage is None:
             return None
         try:
-            return stage.run(self, cohort, phase, epochs, local)
+            return stage.run(self, cohort, phase, length, local)
         except CannotReplay as why:
             self.discard(stage, number, str(why))
             return None
 
-    def stage(self, cohort: Cohort, number: int, phase: Phase, epochs: int, local: Tree) -> Stage | None:
+    def stage(self, cohort: Cohort, number: int, phase: Phase, length: Length, local: Tree) -> Stage | None:
         """Return the memory and programs of a phase; None where it has to go step by step."""
-        key = (number, *cohort.signature(phase, epochs, local))
+        key = (number, *cohort.signature(phase, length, local))
         known = self.stages.get(key)
         if known is not None and known.size < len(cohort.works):
             del self.stages[key]
@@ -71,7 +72,7 @@ class Programs:
             began = time.perf_counter()
             try:
                 cohort.watched.asked[0] = False
-                made = Stage(self, cohort, number, phase, epochs, local)
+                made = Stage(self, cohort, number, phase, length, local)
                 # A step that asks for the round would have to be traced anew in every one: it goes step by step.
                 self.stages[key] = None if cohort.watched.asked[0] or not cohort.recurs(phase) else made
             except (TooMany, torch.cuda.OutOfMemoryError):
@@ -124,13 +125,15 @@ class Programs:
 class Stage:
     """A phase's fixed memory, and its programs for a few numbers of rows."""
 
-    def __init__(self, programs: Programs, cohort: Cohort, number: int, phase: Phase, epochs: int, local: Tree) -> None:
+    def __init__(
+        self, programs: Programs, cohort: Cohort, number: int, phase: Phase, length: Length, local: Tree
+    ) -> None:
         bench = cohort.bench
         self.size = len(cohort.works)
         sizes = bench.data.train.sizes
         self.width = min(bench.plan.batch_size, max(sizes))
         self.masked = any(n % self.width for n in sizes)
-        self.longest = bench.plan.steps(max(sizes), epochs)
+        self.longest = bench.plan.steps(max(sizes), length)
         names, loss = cohort.moving(phase, local), shared_loss(bench, phase)
         step = StackStep(ClientView(bench, cohort.watched), number, names, bench.sgd(phase), loss)
         self.definition = Definition(step, cohort.x)
@@ -189,10 +192,10 @@ class Stage:
         if self.size > max(1, fits):
             raise TooMany(max(1, fits))
 
-    def run(self, programs: Programs, cohort: Cohort, phase: Phase, epochs: int, local: Tree) -> Tree:
+    def run(self, programs: Programs, cohort: Cohort, phase: Phase, length: Length, local: Tree) -> Tree:
         """Train the phase for a cohort: load, replay, and read the result."""
         start, method, n = _start(cohort, phase, local), cohort.bench.method, len(cohort.works)
-        lengths = self._load_tables(cohort, epochs)
+        lengths = self._load_tables(cohort, length)
         self._load(start, n)
         sizes = program.levels(self.size)
         for size in sorted({program.fitting(sizes, active) for active in each_step(lengths)}):
@@ -213,14 +216,14 @@ class Stage:
         self.counter.zero_()
         for number, active in enumerate(each_step(lengths), start=1):
             self.programs[program.fitting(sizes, active)]()
-            ended = [number % length == 0 for length in per_epoch[:active]] if smooths else []
+            ended = [number % often == 0 for often in per_epoch[:active]] if smooths else []
             if any(ended):
                 head = rows_of(active)
                 now = tree.map(head, {**memory["weights"], **memory["buffers"]})
                 fixed = {n: v[:active] for n, v in start["fixed"].items()}
                 marks = put(ended, cohort.device)
                 cohort.end_epoch(self.definition.step.number, marks, tree.map(head, before), now, fixed)
-        cohort.draw_ahead(epochs, self.width)
+        cohort.draw_ahead(length, self.width)
         cohort.total = memory["total"][:n].clone()
 
         def take(leaf: Tensor) -> Tensor:
@@ -229,9 +232,9 @@ class Stage:
         names = ("local",) if method.step is not None else ("weights", "buffers")
         return cohort.trained(phase, local, {name: tree.map(take, memory[name]) for name in names})
 
-    def _load_tables(self, cohort: Cohort, epochs: int) -> list[int]:
+    def _load_tables(self, cohort: Cohort, length: Length) -> list[int]:
         """Load the round's batches; rows without a client, or past its last step, are not live and get samples all the same."""
-        drawn, lengths = dict(cohort.tables(epochs, self.width)), cohort.lengths(epochs)
+        drawn, lengths = dict(cohort.tables(length, self.width)), cohort.lengths(length)
         steps, n = drawn["key"].shape
         live = torch.arange(steps, device=cohort.device)[:, None] < put(lengths, cohort.device)
         drawn["mask"] = torch.where(live.unsqueeze(2), drawn["mask"], 1)

@@ -1,4 +1,4 @@
-"""A client's local work in words: the epochs of the method's phases, and which settings have no effect on them."""
+"""A client's local work in words: the epochs or steps of the method's phases, and which settings have no effect on them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..core.method import Method, Phase
+from ..core.plan import Length
 from ..core.task import Task
 from ..run.experiment import Training
 
@@ -18,19 +19,23 @@ MAX_LISTED = 6  # methods up to which all are named
 
 
 def work(method: Method, task: Task | None, training: Training) -> str:
-    """Return the epochs of each phase with what it trains: `10 (head) + 1 (body)` for FedRep, `5` for a method without its own.
+    """Return the length of each phase with what it trains: `10 (head) + 1 (body)` for FedRep, `5` for a method without its own.
 
-    Where epochs are drawn by round, their mean is given.
+    A plain number counts epochs. Where lengths are drawn by round, their mean is given.
     """
     if task is None:
-        return str(training.epochs)
+        return f"{training.local_steps} steps" if training.local_steps else str(training.epochs)
     by_round = [method.phases(replace(task, round=t)) for t in range(1, task.rounds + 1)]
-    epochs = [[epochs for _, epochs in _with_epochs(phases, training)] for phases in by_round]
-    means = [sum(column) / len(column) for column in zip(*epochs, strict=True)]
+    lengths = [[phase.length(task) for phase in phases] for phases in by_round]
+
+    def shown(column: Sequence[Length]) -> str:
+        mean = sum(length.steps or length.epochs for length in column) / len(column)
+        return f"{mean:.3g}{' steps' if column[0].steps else ''}"
+
     return " + ".join(
-        f"{mean:.3g}{_trained(phase, task)}" if phase.model == "params" or training.wait_free != "until-download"
+        f"{shown(column)}{_trained(phase, task)}" if phase.model == "params" or training.wait_free != "until-download"
         else f"as many as fit{_trained(phase, task)}"
-        for phase, mean in zip(by_round[-1], means, strict=True)
+        for phase, column in zip(by_round[-1], zip(*lengths, strict=True), strict=True)
     )  # fmt: skip
 
 
@@ -49,19 +54,21 @@ def work_lines(runs: Mapping[str, Sequence[Run]]) -> tuple[str, list[str]]:
     clause = "; ".join(f"{text} for {', '.join(labels)}" for text, labels in named.items())
     clause += f"; {commonest} for the others" if shorten else ""
     first = next(iter(runs.values()))[0].training
-    epochs = f"{next(iter(works))} local epochs" if len(works) == 1 else f"local epochs ({clause})"
+    epochs = _counted(next(iter(works))) if len(works) == 1 else f"local epochs ({clause})"
     lines = [f"momentum {first.momentum:g}; {m:g} for {', '.join(labels)}" for m, labels in own.items()]
     return epochs, lines
 
 
 def without_effect(method: Method, task: Task, training: Training, names: Collection[str]) -> list[tuple[str, str]]:
     """Return (field, reason) for each of these fields that the method's local work does not use, as `Group.without_effect`."""
-    phases = [phase for phase, epochs in _with_epochs(method.phases(task), training) if epochs]
+    phases = [phase for phase in method.phases(task) if phase.length(task)]
     if not phases:
         return []
     unused: dict[str, str] = {}
-    if all(phase.epochs is not None for phase in phases):
-        unused["epochs"] = f"on {method.id}: its own are {work(method, task, training)}"
+    if all(phase.own_length for phase in phases):
+        unused |= dict.fromkeys(
+            ("epochs", "local_steps"), f"on {method.id}: its own are {work(method, task, training)}"
+        )
     if training.wait_free == "until-download":
         unused["personal_epochs"] = f"on {method.id} with `wait_free` until-download"
     if all(phase.lr is not None for phase in phases):
@@ -72,9 +79,9 @@ def without_effect(method: Method, task: Task, training: Training, names: Collec
     return [(name, reason) for name, reason in unused.items() if name in names]
 
 
-def _with_epochs(phases: Sequence[Phase], training: Training) -> list[tuple[Phase, int]]:
-    """Return each phase with its epochs."""
-    return [(phase, training.epochs if phase.epochs is None else phase.epochs) for phase in phases]
+def _counted(lengths: str) -> str:
+    """Return the lengths of phases as a clause: "5 local epochs", "20 steps of local training"."""
+    return f"{lengths} of local training" if "steps" in lengths else f"{lengths} local epochs"
 
 
 def _trained(phase: Phase, task: Task) -> str:

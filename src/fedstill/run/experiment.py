@@ -72,7 +72,7 @@ class Experiment(Training):
     partition: str = setting(
         "auto",
         "auto (the data's own owners or domains, else dirichlet:0.1), iid, dirichlet:α, "
-        " balanced-dirichlet:α, shards:s, classes:S, lognormal:σ, domain, owner, file:PATH",
+        " balanced-dirichlet:α, shards:s, classes:S, classes:S,lognormal:σ, lognormal:σ, domain, owner, file:PATH",
         group="data",
     )
     split: str = setting(

@@ -146,6 +146,7 @@ def prepare(
         momentum=training.momentum,
         nesterov=training.nesterov,
         weight_decay=training.weight_decay,
+        local_steps=training.local_steps,
         seed=training.seed,
         private=privacy.sample_noise(training, training.batch_size),
         average=average or rule_of(training),

@@ -353,10 +353,9 @@ class Coordinator:
 
     def most_steps(self, task: Task, replies: Iterable[Reply]) -> dict[int, int]:
         """Return how many steps the work of clients has, by their registered samples."""
-        phases = self.method.phases(task)
-        epochs = sum(task.epochs if phase.epochs is None else phase.epochs for phase in phases)
+        lengths = [phase.length(task) for phase in self.method.phases(task)]
         known = [reply.client for reply in replies if reply.client < len(self.samples)]
-        return {k: self.plan.steps(int(self.samples[k]), epochs) for k in known}
+        return {k: sum(self.plan.steps(int(self.samples[k]), length) for length in lengths) for k in known}
 
     def note(self, reasons: Mapping[int, str]) -> None:
         """Have the round's record name these clients, whose replies to other orders than `train` are refused."""

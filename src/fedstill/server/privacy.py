@@ -186,8 +186,8 @@ class Ledger:
         """Return how many steps of DP-SGD clients take in a round."""
         assert self.bench is not None
         bench, sizes = self.bench, self.bench.data.train.sizes
-        lengths = [epochs for phase, epochs in bench.phases(round) if bench.private(phase)]
-        return {str(k): sum(bench.plan.steps(sizes[k], epochs) for epochs in lengths) for k in clients}
+        lengths = [length for phase, length in bench.phases(round) if bench.private(phase)]
+        return {str(k): sum(bench.plan.steps(sizes[k], length) for length in lengths) for k in clients}
 
     def of_rounds(self, spent: Mapping[str, int]) -> float:
         """Return ε of so many rounds at each sampling rate."""

@@ -40,8 +40,8 @@ from ..core.tree import Params, Tree
 from ..server.coordinator import Coordinator, Exchange
 from ..server.records import each, nbytes
 from ..transport.messages import Dialogue, Order, Reply, Request
-from .clock import Spans
-from .schedule import MERGE, Floats, Outcome, Schedule, as_numbers, epochs
+from .clock import Epochs, Spans
+from .schedule import MERGE, Floats, Outcome, Schedule, as_numbers
 
 BUFFER = 10  # default K, or fewer if fewer clients are at work
 SLOPE = {"constant": 0.0, "hinge": 10.0, "polynomial": 0.5}  # default a
@@ -140,7 +140,7 @@ class Asynchronous(Schedule):
         self,
         round: int,
         orders: Sequence[Order],
-        epochs: tuple[float, float],
+        epochs: Epochs,
         down: Floats,
         up: float,
         gone: Sequence[int],
@@ -184,7 +184,9 @@ class Asynchronous(Schedule):
         up = (
             float(nbytes(coordinator.example(task, waiting[0].down))) if waiting else 0.0
         )  # a mean needs uploads of equal size
-        outcome, due = self.land(task.round, orders, epochs(coordinator.method, task), down, up, gone)
+        asked = [order.client for order in orders]
+        work = self.epochs(coordinator.method, task, asked, coordinator.plan.batch_size)
+        outcome, due = self.land(task.round, orders, work, down, up, gone)
         replies: list[Reply] = []
         for t in sorted({order.round for order in due}):
             replies += yield Request([order for order in due if order.round == t])

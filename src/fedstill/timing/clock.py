@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ from ..core.errors import InputError, Shown
 from ..core.reading import Unreadable, read_bytes
 
 Floats = NDArray[np.float64]
+Epochs: TypeAlias = tuple[Floats | float, Floats | float]  # of the model that goes up, and of personal ones
 Mask = NDArray[np.bool_]
 
 SPEED, UPLINK, DOWNLINK, LATENCY = (
@@ -130,9 +132,9 @@ class Clock:
         clients: NDArray[np.int64],
         down: Floats | float,
         up: Floats | float,
-        epochs: tuple[float, float],
+        epochs: Epochs,
     ) -> Spans:
-        """Return the durations of the clients' round; `down` and `up` in bytes, `epochs` of generic and personal models."""
+        """Return the durations of the clients' round; `down` and `up` in bytes, `epochs` for all clients or for each."""
         d = self.devices
         epoch_seconds = self.samples[clients] / d.speed[clients]
         return Spans(

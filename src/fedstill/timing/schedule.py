@@ -32,7 +32,7 @@ from ..server.coordinator import Coordinator, Exchange, Rounds
 from ..server.records import each
 from ..server.sampler import Memory, Sampler, uniform
 from ..transport.messages import Dialogue, Order, Reply, Request
-from .clock import Clock, Spans
+from .clock import Clock, Epochs, Spans
 
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
@@ -183,7 +183,7 @@ class Schedule(Rounds):
 
     def _arrivals(
         self, coordinator: Coordinator, task: Task, orders: Sequence[Order], replies: Sequence[Reply]
-    ) -> tuple[int, list[int], int, tuple[float, float], Floats, Floats, list[int], list[int]]:
+    ) -> tuple[int, list[int], int, Epochs, Floats, Floats, list[int], list[int]]:
         """Return the arguments of `close`."""
         asked = [order.client for order in orders]
         refused = [reply.client for reply in replies if reply.refusal]
@@ -192,11 +192,12 @@ class Schedule(Rounds):
         gone = sorted(set(asked) - set(sent) - set(refused))
         down, up = np.array(each(o.down for o in orders), float), np.array([sent.get(k, 0) for k in asked], float)
         goal = self.trigger.waits(coordinator.per_round, len(asked))
-        return task.round, asked, goal, self.epochs(coordinator.method, task), down, up, gone, refused
+        work = self.epochs(coordinator.method, task, asked, coordinator.plan.batch_size)
+        return task.round, asked, goal, work, down, up, gone, refused
 
-    def epochs(self, method: Method, task: Task) -> tuple[float, float]:
-        """Return the epochs that a round takes before its end: of the model that goes up, and of personal ones."""
-        return epochs(method, task)
+    def epochs(self, method: Method, task: Task, clients: Sequence[int], batch_size: int) -> Epochs:
+        """Return the epochs that clients' rounds take before their end: of the model that goes up, and of personal ones."""
+        return epochs(method, task, self.clock.samples[np.asarray(clients, dtype=np.int64)], batch_size)
 
     def note(self, outcome: Outcome) -> Outcome:
         """Complete a round's outcome."""
@@ -243,7 +244,7 @@ class Schedule(Rounds):
         round: int,
         asked: Sequence[int],
         goal: int,
-        epochs: tuple[float, float],
+        epochs: Epochs,
         down: Floats | float,
         up: Floats | float,
         gone: Sequence[int] = (),
@@ -298,10 +299,18 @@ class Schedule(Rounds):
         return {k: when for k, when in sorted(ends_of.items()) if when > self.now}
 
 
-def epochs(method: Method, task: Task) -> tuple[float, float]:
-    """Return the epochs of a client's round: those of the uploaded model (`params`), and those of personal models."""
-    phases = [(phase.model, task.epochs if phase.epochs is None else phase.epochs) for phase in method.phases(task)]
-    generic, personal = (float(sum(n for model, n in phases if (model == "params") is side)) for side in (True, False))
+def epochs(method: Method, task: Task, samples: Sequence[int] | Ints, batch_size: int) -> Epochs:
+    """Return the epochs of clients' rounds: those of the uploaded model (`params`), and those of personal models.
+
+    A phase in steps is so many parts of an epoch, which a client with fewer samples makes in fewer steps.
+    """
+    phases = [(phase.model == "params", phase.length(task)) for phase in method.phases(task)]
+
+    def total(uploaded: bool) -> Floats:
+        lengths = [length for side, length in phases if side is uploaded]
+        return np.array([float(sum(length.epochs_of(int(n), batch_size) for length in lengths)) for n in samples])
+
+    generic, personal = total(True), total(False)
     return generic, personal + generic * method.personal_passes
 
 
@@ -316,7 +325,7 @@ def rehearse(
     rounds: int,
     goal: int,
     *,
-    epochs: tuple[float, float] = (1.0, 0.0),
+    epochs: Epochs = (1.0, 0.0),
     down: float = 0.0,
     up: float = 0.0,
     sampler: Sampler = uniform,

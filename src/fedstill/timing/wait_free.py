@@ -32,7 +32,7 @@ from ..core.tree import Tree
 from ..server.coordinator import Coordinator, Exchange
 from ..server.records import each
 from ..transport.messages import Dialogue, Order, Reply, Request
-from .clock import Clock
+from .clock import Clock, Epochs
 from .schedule import Outcome, Schedule
 
 
@@ -116,9 +116,9 @@ class WaitFree(Schedule):
         record = {**exchange.record, "personal_steps": steps}
         return dataclasses.replace(exchange, record=record, besides=besides)
 
-    def epochs(self, method: Method, task: Task) -> tuple[float, float]:
+    def epochs(self, method: Method, task: Task, clients: Sequence[int], batch_size: int) -> Epochs:
         """Return the epochs that a round waits for: personal ones come after the upload and count as none."""
-        return super().epochs(method, task)[0], 0.0
+        return super().epochs(method, task, clients, batch_size)[0], 0.0
 
     def note(self, outcome: Outcome) -> Outcome:
         """Note the clients whose personal training began in this round."""
