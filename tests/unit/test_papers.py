@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from fnmatch import fnmatchcase
 
 import pytest
 
@@ -28,7 +29,6 @@ ALWAYS = (
     "data", "partition", "clients", "participation", "rounds", "epochs", "batch_size", "lr", "momentum", "weight_decay",
     "nesterov", "model",
 )  # fmt: skip
-SCORES = {"personal", "personal_clients", "generic", "new", "external", "fine_tuned"}
 
 
 def leaves(value):
@@ -53,10 +53,10 @@ def test_there_are_five():
 @pytest.mark.parametrize("name", papers.names())
 def test_a_file_is_whole(name):
     paper = PAPERS[name]
-    assert set(paper) == {"title", "venue", "note", "settings", "method", "baselines", "published"}
+    assert set(paper) == {"title", "venue", "note", "settings", "method", "baselines", "reported", "exhibits"}
     assert paper["method"]["id"] == name
     assert name not in paper["baselines"]
-    for value in leaves(paper):
+    for value in leaves({key: paper[key] for key in paper if key not in ("exhibits", "reported")}):
         assert not isinstance(value, str) or value.strip()
         assert not isinstance(value, float) or math.isfinite(value)
 
@@ -71,7 +71,8 @@ def test_a_setting_makes_an_experiment(name, setting):
         made = Experiment.from_values(papers.values(name, setting, method))
         assert made.method.id == (method or name)
         assert made.model in MODELS
-        partition.parse(made.partition)
+        if "," not in made.partition:  # sizes beside classes: `test_papers_exhibits.WAITING`
+            partition.parse(made.partition)
         parse_split(made.split)
         for source in (made.data, made.external) if made.external else (made.data,):
             for part in re.split(r"[@#]", source)[0].split("+"):
@@ -82,6 +83,7 @@ def test_a_setting_makes_an_experiment(name, setting):
 def test_a_method_takes_its_values(name, id, table):
     cls = METHODS[id]
     assert "note" in table
+    assert set(table.get("unstated", ())) <= set().union(*parts_of(table))
     for part in parts_of(table):
         fields = {field: value for field, value in part.items() if field not in papers.BESIDE}
         built = settings.build(cls, fields)
@@ -92,7 +94,7 @@ def test_a_method_takes_its_values(name, id, table):
         for value in tried:
             assert getattr(settings.build(cls, {field: value}), field) == value
     for pattern in table.get("on", {}):
-        assert any(papers.fnmatchcase(setting, pattern) for setting in PAPERS[name]["settings"]), pattern
+        assert any(fnmatchcase(setting, pattern) for setting in PAPERS[name]["settings"]), pattern
 
 
 def test_heads_are_modules_of_the_models():
@@ -102,26 +104,6 @@ def test_heads_are_modules_of_the_models():
             made = Experiment.from_values(papers.values("pfedsd", setting, method))
             model = build(made.model, *shapes[made.data])
             assert all(model.get_submodule(head) is not None for head in made.head)
-
-
-@pytest.mark.parametrize("name", papers.names())
-def test_published_numbers_are_of_its_settings_and_methods(name):
-    paper = PAPERS[name]
-    for table in paper["published"].values():
-        assert table["note"]
-        for setting, rows in ((setting, rows) for setting, rows in table.items() if setting != "note"):
-            assert setting in paper["settings"]
-            assert set(rows) <= {name, *paper["baselines"]}
-            assert name in rows
-            for scores in rows.values():
-                assert scores
-                assert set(scores) <= SCORES
-                for score, value in scores.items():
-                    numbers = value if isinstance(value, list) else [value]
-                    assert len(numbers) == (3 if score == "personal_clients" else 2 if isinstance(value, list) else 1)
-                    assert all(isinstance(number, float) for number in numbers)
-                    assert 10 < numbers[0] < 100
-                    assert score == "personal_clients" or all(0 < spread < 4 for spread in numbers[1:])
 
 
 def test_common_and_patterns_are_put_in():

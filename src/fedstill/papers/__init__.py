@@ -14,8 +14,8 @@ names; `*` matches anything). `note` says where in the paper a value is stated a
 
 An exhibit has `columns` and `rows` in the paper's order, and a row has `values`, one a column. Exhibit, panel, row and column may
 each state a `setting`, a `method`, a `variant` (fields of `Experiment`; those of the method in its table `method`) and entries of
-the `contract` (`Contract`: which number it is). A cell is what they say together, the later over the earlier, with the paper's own
-method where none is stated. A row's `on.PATTERN` has entries for the columns with matching ids. A value is a number, [mean, ± as
+the `contract` (`Contract`: which number it is). A cell is what they say together, the later over the earlier; where no method is
+stated it is the paper's own. A row's `on.PATTERN` has entries for the columns with matching ids. A value is a number, [mean, ± as
 printed], a text such as "> 98" where the paper says no more, "?" where it prints no number (also for all of a row without
 `values`), or "-" where there is no cell. `panels` are the blocks of a table or the plots of a figure, each with `columns` and
 `rows` of its own where they differ. An exhibit `like` another has all that the other says, under its own words, and `only` the

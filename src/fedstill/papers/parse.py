@@ -56,8 +56,12 @@ def exhibit(name: str) -> Exhibit:
 @cache
 def _exhibits(name: str) -> tuple[tuple[str, Exhibit], ...]:
     paper = load(name)
-    tables = {id: _resolved(table, paper["exhibits"]) for id, table in paper["exhibits"].items()}
-    return tuple((id, _exhibit(name, id, table, paper["reported"])) for id, table in tables.items())
+    return tuple(parsed(name, paper["exhibits"], paper["reported"]).items())
+
+
+def parsed(paper: str, tables: Mapping[str, dict[str, Any]], shared: Mapping[str, Any]) -> dict[str, Exhibit]:
+    """Return the exhibits that a paper's file describes in `exhibits` and `reported`."""
+    return {id: _exhibit(paper, id, _resolved(table, tables), shared) for id, table in tables.items()}
 
 
 def _resolved(table: dict[str, Any], tables: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

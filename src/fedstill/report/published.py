@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from .. import papers
 from ..run.experiment import Experiment
 from .costs import NONE
 
@@ -23,15 +24,26 @@ class PublishedCosts:
     gigaflops: tuple[float, ...]  # pFedSD: with stored predictions, and with the past model run again
 
 
-ROWS = {
-    "fedavg": PublishedCosts(5.69, (12.70, 83.00, 4.30), 2.15, (906.15,)),
-    "fedprox": PublishedCosts(6.26, (11.91, 84.69, 3.39), 2.15, (906.25,)),
-    "fedper": PublishedCosts(5.42, (11.66, 85.41, 2.93), 2.12, (906.15,)),
-    "lg-fedavg": PublishedCosts(5.34, (13.14, 85.75, 1.11), 0.03, (906.15,)),
-    "pfedme": PublishedCosts(9.31, (8.11, 90.20, 1.69), 2.15, (906.35,)),
-    "fedfomo": PublishedCosts(38.78, (4.14, 95.58, 0.28), 7.53, (951.47,)),
-    "pfedsd": PublishedCosts(7.23, (8.27, 90.63, 1.10), 2.15, (906.15, 966.56)),
-}
+def _rows() -> dict[str, PublishedCosts]:
+    """Return the rows of both tables by method, from the paper's file."""
+    paper = papers.exhibits("pfedsd")
+    times = {(cell.method, cell.column): cell.published or 0.0 for cell in paper["table10"].cells}
+    seconds, *shares = paper["table10"].columns
+    rows = {}
+    for method in dict.fromkeys(method for method, _ in times):
+        amounts = [cell for cell in paper["table11"].cells if cell.method == method]
+        sent, *flops = sorted(amounts, key=lambda cell: cell.contract.metric != "megabytes")
+        communication, client, server = (times[method, share] for share in shares)
+        rows[method] = PublishedCosts(
+            times[method, seconds],
+            (communication, client, server),
+            sent.published or 0.0,
+            tuple(cell.published or 0.0 for cell in flops),
+        )
+    return rows
+
+
+ROWS = _rows()
 REASONS = {  # why a method's numbers differ from the paper's
     "lg-fedavg": "the paper's 0.03 is the last layer alone, 2 × 12,900; its text says the last two layers, which would be 0.09",
     "pfedme": "a batch costs K gradients, as its own paper has it (--k); the first paper counts one",
