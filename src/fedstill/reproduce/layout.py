@@ -24,7 +24,7 @@ GAP = "  "
 
 def text(exhibit: Exhibit, readings: Sequence[Reading], scale: Scale, width: int = 80) -> str:
     """Return an exhibit's chosen cells as plain text; what does not fit the width is continued below."""
-    lines = [f"{exhibit.name}: {exhibit.title} ({exhibit.where})"]
+    lines = textwrap.wrap(f"{exhibit.name}: {exhibit.title} ({exhibit.where})", width)
     lines += [] if scale.whole else textwrap.wrap(scale.words(), width)
     for panel in exhibit.panels:
         own = [reading for reading in readings if reading.cell.panel == panel.id]
