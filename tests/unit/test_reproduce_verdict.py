@@ -118,3 +118,9 @@ def test_swaps_within_the_noise_are_ties():
     far = rank(entries([90.0, 91.0], [91.0, 90.0], 0.3, 3))
     assert not far.holds
     assert "m1 above m0 by 1.00 as published, 1.00 below here" in far.lines()[1]
+
+
+def test_one_seed_says_that_no_noise_is_known():
+    ranking = rank([Entry("a", Sample(2.0), Sample(1.0, None, 1)), Entry("b", Sample(1.0), Sample(2.0, None, 1))])
+    assert not ranking.known
+    assert "one seed: no noise known" in ranking.lines()[0]

@@ -148,8 +148,8 @@ def notes_of(exhibit: Exhibit, readings: Sequence[Reading], scale: Scale) -> lis
     if compared:
         mark = " Scaled: a verdict says how scaled numbers stand to whole ones." if not scale.whole else ""
         kinds = [reading.verdict.kind for reading in compared if reading.verdict is not None]
-        tally = ", ".join(f"{kinds.count(kind)} {SHORT[kind]}" for kind in SHORT if kind in kinds)
-        lines.append(f"verdicts{' (SCALED)' if not scale.whole else ''}: {tally} of {len(compared)}.{mark}")
+        tally = ", ".join(f"{SHORT[kind]} {kinds.count(kind)}" for kind in SHORT if kind in kinds)
+        lines.append(f"verdicts{' (SCALED)' if not scale.whole else ''}: {tally}, of {len(compared)} cells.{mark}")
         if any(kind in ("within", "better", "worse") for kind in kinds):
             lines.append(
                 "noise: at most t₉₅ standard errors of the difference, of both spreads and numbers of seeds (Welch)"

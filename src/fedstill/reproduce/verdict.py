@@ -139,6 +139,7 @@ class Ranking:
     tau: float
     pairs: int
     swaps: tuple[Swap, ...]
+    known: bool = True  # whether the noise of our numbers is: False where there is one seed
 
     @property
     def holds(self) -> bool:
@@ -149,7 +150,9 @@ class Ranking:
         """Describe the ranking in lines."""
         judgement = "holds" if not self.swaps else "holds but for ties" if self.holds else "differs"
         where = f"in {self.where} " if self.where else ""
-        head = f"ranking {where}{judgement}: Kendall's τ {self.tau:.2f} over {self.pairs} pairs"
+        unknown = "" if self.known or self.holds else " (one seed: no noise known)"
+        over = f"{self.pairs} pairs" if self.pairs > 1 else "one pair"
+        head = f"ranking {where}{judgement}{unknown}: Kendall's τ {self.tau:.2f} over {over}"
         return [head, *(f"  {line}" for line in self.swap_lines())]
 
     def swap_lines(self) -> list[str]:
@@ -175,7 +178,8 @@ def rank(entries: Sequence[Entry], *, where: str = "", lower: bool = False) -> R
             tie = _tie(first, second, abs(published), abs(ours))
             swaps.append(Swap(first.name, second.name, abs(published), -abs(ours), tie))
     pairs = math.comb(len(entries), 2)
-    return Ranking(where, agreement / pairs, pairs, tuple(swaps))
+    known = all(entry.ours.std is not None for entry in entries)
+    return Ranking(where, agreement / pairs, pairs, tuple(swaps), known)
 
 
 def _tie(a: Entry, b: Entry, published: float, ours: float) -> str:
