@@ -93,22 +93,43 @@ def stationary_alone(method: fs.Method) -> None:
 
     There teacher and student agree, so the distillation vanishes; the gradient is written out in numpy.
     """
-    g = np.random.default_rng(1)
-    x, y = g.normal(size=(12, 3)), g.integers(0, 2, 12)
-    decay, net = 0.05, torch.nn.Linear(3, 2, dtype=torch.float64)
-    fed = fs.Federation.from_arrays([(x, y, x, y)])
-    run = fs.simulate(
-        method, model=net, data=fed, rounds=300, epochs=3, batch_size=12, lr=0.5, momentum=0.0, weight_decay=decay,
-        dtype="float64", engine="one", eval_every=300,
-    )  # fmt: skip
+    run, ((x, y),) = softmax_regressions(method, clients=1)
     for state in (run.personal(0), run.generic()):
-        w, b = state["weight"].numpy(), state["bias"].numpy()
-        logits = x @ w.T + b
-        p = np.exp(logits - logits.max(1, keepdims=True))
-        p /= p.sum(1, keepdims=True)
-        residual = (p - np.eye(2)[y]) / len(y)
-        assert np.abs(residual.T @ x + decay * w).max() < 1e-9
-        assert np.abs(residual.sum(0) + decay * b).max() < 1e-9
+        assert regularised_slope(state, x, y) < 1e-9
+
+
+def stationary_in_clusters(method: fs.Method) -> None:
+    """Two clients in two clusters each end as if alone, although the generic model, their mean, suits neither."""
+    run, data = softmax_regressions(method, clients=2)
+    for k, (x, y) in enumerate(data):
+        assert regularised_slope(run.personal(k), x, y) < 1e-9
+        assert regularised_slope(run.generic(), x, y) > 1e-3
+
+
+DECAY = 0.05
+
+
+def softmax_regressions(method: fs.Method, clients: int) -> tuple[fs.Run, list[tuple[np.ndarray, np.ndarray]]]:
+    """Train softmax regression with decay on 12 samples a client to its end; return the run and the data."""
+    g = np.random.default_rng(1)
+    data = [(g.normal(size=(12, 3)), g.integers(0, 2, 12)) for _ in range(clients)]
+    fed = fs.Federation.from_arrays([(x, y, x, y) for x, y in data])
+    run = fs.simulate(
+        method, model=torch.nn.Linear(3, 2, dtype=torch.float64), data=fed, rounds=300, epochs=3, batch_size=12, lr=0.5,
+        momentum=0.0, weight_decay=DECAY, dtype="float64", engine="one", eval_every=300,
+    )  # fmt: skip
+    return run, data
+
+
+def regularised_slope(state: dict[str, torch.Tensor], x: np.ndarray, y: np.ndarray) -> float:
+    """Return the largest entry of the gradient of cross-entropy with decay, written out in numpy."""
+    w, b = state["weight"].numpy(), state["bias"].numpy()
+    logits = x @ w.T + b
+    p = np.exp(logits - logits.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    residual = (p - np.eye(2)[y]) / len(y)
+    weight, bias = residual.T @ x + DECAY * w, residual.sum(0) + DECAY * b
+    return float(max(np.abs(weight).max(), np.abs(bias).max()))
 
 
 def freeze_head(model: nn.Module) -> nn.Module:
@@ -428,7 +449,8 @@ ROWS = [
         ),
     ),
     Row(fs.FedPer(), own_optimum),
-    Row(fs.LGFedAvg(), own_optimum),
+    Row(fs.LGFedAvg(), own_optimum, neutral=(Neutral(fs.LGFedAvg(warm_rounds=3), fs.FedAvg()),)),  # of three rounds
+    Row(fs.LGFedAvg(warm_rounds=1), own_optimum),
     Row(
         fs.FedBABU(personal_epochs=3),
         fine_tuned_from_the_mean,
@@ -559,6 +581,20 @@ ROWS = [
         stationary_alone,
         neutral=(Neutral(fs.PFedSD(**SD, stateless=True), fs.PFedSD(**SD), within=1e-10),),
     ),
+    Row(
+        fs.PFedSD(**SD, teacher_mode="train"),
+        stationary_alone,
+        neutral=(Neutral(fs.PFedSD(**SD, teacher_mode="train"), fs.PFedSD(**SD), within=1e-10),),  # nothing is dropped
+    ),
+    Row(
+        fs.PFedSD(**SD, teacher="ditto", teacher_lam=0.8),
+        stationary_alone,
+        neutral=(
+            Neutral(fs.PFedSD(lam=0, teacher="ditto", teacher_lam=0.8), fs.Ditto(lam=0.8, mean="uniform")),
+            Neutral(fs.PFedSD(lam=0, teacher="ditto", teacher_lam=0), fs.Local(), of="personal", settings=EVERYBODY),
+        ),
+    ),
+    Row(fs.PFedSD(**SD, clusters=2), stationary_in_clusters),
     *(
         Row(
             fs.PFedSD(lam=0.1, regulariser=kind),
@@ -620,6 +656,15 @@ ROWS = [
                 fs.Local(),
                 of="personal",
                 settings={"epochs": 2, **EVERYBODY},
+            ),
+        ),
+    ),
+    Row(
+        fs.SpectralCoDistillation(**SPECTRAL, lam_g=0.2, lam_p=0.1, personal_lr=0.02),
+        equal_spectra,
+        neutral=(
+            Neutral(  # the laws' own rate is 0.05
+                fs.SpectralCoDistillation(**SPECTRAL, personal_lr=0.05), fs.SpectralCoDistillation(**SPECTRAL)
             ),
         ),
     ),

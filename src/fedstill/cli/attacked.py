@@ -27,7 +27,7 @@ def plan_attacked(methods: Sequence[Method], flag_values: Mapping[str, Any]) -> 
     for method in methods:
         cases = {"clean": {"attack": "none", "average": "mean"}}
         for rule in dict.fromkeys(["mean", *rules]):
-            if rule == "mean" or type(method).robust:
+            if rule == "mean" or method.robust:
                 cases[f"{attack}-{rule}"] = {"average": rule}
         for name, values in cases.items():
             job = plan([method], Experiment(), {**flag_values, **values}, "compare")

@@ -313,6 +313,16 @@ class Task:
         """Return a random order of 0 … n−1 from the seed, the round and these words."""
         return [int(i) for i in plan.permutation(plan.key(self.seed, plan.METHOD, self.round, *words), n)]
 
+    def beside(self, params: Params, batch: Batch, stream: int) -> Tensor:
+        """Return the training output of another model than the one that trains, for the same batch, without gradient.
+
+        Its dropout is its own, by `stream`; BatchNorm takes the batch's statistics, and its running ones stay as they are.
+        """
+        state = {name: value.detach() for name, value in params.items()}
+        state |= {name: state[name].clone() for name in self.net.buffers}
+        key = plan.uniform_bits(batch.key, 2 * plan.DRAWS + stream, ()) >> 1
+        return self.net(state, batch.x, train=True, key=key, mask=batch.mask).detach()
+
     def uniforms(self, key: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
         """Draw numbers in (0, 1) from a key, such as a batch's; different `stream`s give independent draws.
 

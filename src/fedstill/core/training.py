@@ -238,10 +238,21 @@ class FurtherScores(Group):
     forgetting: bool = setting(
         False, "each round, score what participants download against what they had trained", group="scores"
     )
+    train_scores: bool = setting(
+        False,
+        "score clients on their training data too: accuracy and cross-entropy (training-loss curves)",
+        group="scores",
+    )
     fine_tune: int = setting(0, "epochs that each client trains on after the federation (+FT)", least=0, group="scores")
     fine_tune_part: Literal["head", "all"] = setting("head", "what these epochs train", group="scores")
     newcomers: int = setting(0, "clients, by the seed, that join only after the federation", least=0, group="scores")
     join_epochs: int = setting(5, "epochs that a newcomer then trains on its own data", least=1, group="scores")
+    further_every: int = setting(
+        0,
+        "take New, External, averaged, +FT and newcomers every so many rounds too, into the records; 0: after the last",
+        least=0,
+        group="scores",
+    )
 
     def unused(self) -> dict[str, str]:
         """Return what belongs to a score that is not asked for."""

@@ -167,8 +167,12 @@ class Edge:
         reports: list[dict[str, float]] = [{} for _ in orders]
         for model, choose in (("personal", self._personal), ("generic", _generic)):
             rows = [i for i, order in enumerate(orders) if self._has(order, model)]
-            for i, hits in zip(rows, self._hits(split, [orders[i] for i in rows], choose), strict=True):
+            models = [(self.slot(orders[i]), choose(orders[i])) for i in rows]
+            for i, hits in zip(rows, self.trainer.score(split, models), strict=True):
                 reports[i][model] = float(hits)
+            if split == "train":
+                for i, loss in zip(rows, self.trainer.losses(split, models), strict=True):
+                    reports[i][f"{model}_loss"] = loss
         sizes = self.trainer.bench.data.part(split).sizes
         for order, report in zip(orders, reports, strict=True):
             yield self._reply(order, report={**report, "samples": float(sizes[self.slot(order)])})

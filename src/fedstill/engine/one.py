@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..core import tree
@@ -42,6 +43,14 @@ class One:
             x, y = bench.data.part(part).of(client)
             hits.append((bench.task.predict(params, x).argmax(-1) == y).sum())
         return [int(h) for h in torch.stack(hits).tolist()] if hits else []
+
+    def losses(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[float]:
+        """Return the mean cross-entropy of each client's model on the client's samples, in evaluation mode."""
+        found = []
+        for client, params in models:
+            x, y = bench.data.part(part).of(client)
+            found.append(F.cross_entropy(bench.task.predict(params, x).double(), y))
+        return [float(loss) for loss in torch.stack(found).tolist()] if found else []
 
 
 def _train(bench: Bench, round: int, work: Work, perceptron: Perceptron | None) -> Done:

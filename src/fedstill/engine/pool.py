@@ -131,6 +131,10 @@ class Pool:
         self._scoring.add(time.perf_counter() - began, sum(job.units for job in jobs))
         return hits
 
+    def losses(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[float]:
+        """Return the mean cross-entropy of each client's model on the client's samples, computed in this process."""
+        return self.one.losses(bench, part, models)
+
     def close(self) -> None:
         """End the workers; the next use that pays starts new ones."""
         if self._crew is not None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vmap
 
@@ -106,8 +107,28 @@ class Stacked:
 
     def score(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[int]:
         """Return how many of each client's samples its model classifies correctly."""
+        hits = [(logits.argmax(-1) == y) & real for logits, y, real in self._outputs(bench, part, models)]
+        return [int(h) for h in torch.cat(hits, 1).sum(1).tolist()] if hits else []
+
+    def losses(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[float]:
+        """Return the mean cross-entropy of each client's model on the client's samples, in evaluation mode."""
+        sums = []
+        for logits, y, real in self._outputs(bench, part, models):
+            each = F.cross_entropy(logits.double().transpose(1, 2), y, reduction="none")
+            sums.append(torch.where(real, each, 0.0).sum(1))
+        sizes = [bench.data.part(part).sizes[client] for client, _ in models]
+        return (
+            [float(total) / n for total, n in zip(torch.stack(sums).sum(0).tolist(), sizes, strict=True)]
+            if sums
+            else []
+        )
+
+    def _outputs(
+        self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield (output, label, whether it is one of the client's) of all clients' samples, [clients, rows] at a time."""
         if not models:
-            return []
+            return
         data, clients = bench.data.part(part), [client for client, _ in models]
         width = max(data.sizes[k] for k in clients)
         rows = data.rows(clients, width)
@@ -115,15 +136,12 @@ class Stacked:
         shared = all(params is models[0][1] for _, params in models)
         params = models[0][1] if shared else tree.stack([params for _, params in models])
         forward = vmap(lambda p, x: bench.net(p, x, train=False), in_dims=(None if shared else 0, 0))
-        hits = torch.zeros(len(clients), dtype=torch.int64, device=rows.device)
         step = max(1, ROWS // len(clients))
         with _precision(self.exact):
             for first in range(0, width, step):
                 part_rows = rows[:, first : first + step]
-                right = forward(params, data.x[part_rows]).argmax(-1) == data.y[part_rows]
                 real = torch.arange(first, first + part_rows.shape[1], device=rows.device) < size
-                hits += (right & real).sum(1)
-        return [int(h) for h in hits.tolist()]
+                yield forward(params, data.x[part_rows]), data.y[part_rows], real
 
     def close(self) -> None:
         """Put the objects that programs consist of back under garbage collection."""

@@ -55,6 +55,9 @@ class Engine(Protocol):
     def score(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[int]:
         """Return for each (client, model) how many of the client's samples in that part it classifies correctly."""
 
+    def losses(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[float]:
+        """Return for each (client, model) the mean cross-entropy on the client's samples in that part, in evaluation mode."""
+
 
 @dataclass(frozen=True)
 class Tuning:
@@ -221,6 +224,11 @@ class Trainer:
         """Return how many of each client's own samples its model classifies correctly."""
         with torch.no_grad(), threads(self.training_threads):
             return [hit for group in self._groups(models) for hit in self._engine().score(self.bench, part, group)]
+
+    def losses(self, part: str, models: Sequence[tuple[int, Params]]) -> list[float]:
+        """Return the mean cross-entropy of each client's model on the client's own samples, in evaluation mode."""
+        with torch.no_grad(), threads(self.training_threads):
+            return [loss for group in self._groups(models) for loss in self._engine().losses(self.bench, part, group)]
 
     def _groups(self, items: Sequence[T]) -> Iterator[Sequence[T]]:
         size = (self.cohort or self.choices.cohort if self.name == "stacked" else 0) or max(1, len(items))

@@ -13,9 +13,15 @@ regularisers: mse on logits (mean over classes), l2 = ½‖w − v_k‖², ewc =
 diagonal of v_k on the client's data. (5) `ramp`: λ rises linearly over this share of the rounds (§4.4 proposes a rise,
 and no form). (6) `stateless`: the server keeps v_k and sends it down with w; it learns v_k from the upload anyway. (7)
 BatchNorm's statistics are averaged with the weights; v_k keeps its own. (8) A client that never took part is scored with
-the current global model; stateless, one of which the server has no v_k.
+the current global model; stateless, one of which the server has no v_k. (9) The authors never call `.eval()` on the teacher:
+`teacher_mode`="train" leaves its dropout on and gives its BatchNorm the batch's statistics, so that it must run on each batch.
+(10) §3.1: "v_k could also be replaced by other personalized models". `teacher`="ditto": v_k is Ditto's, trained beside w by
+CE(v) + teacher_lam/2·‖v − w_t‖², and also the client's result. (11) §3.1: "the global model could be produced … in a cluster
+manner". `clusters` > 1: the server keeps so many models and sends each client its own cluster's. It divides the first
+uploads, all trained from w, by Lloyd's algorithm on their weights; later an upload belongs to the nearest model, and a
+client that has none yet is sent the mean of all, which is the generic model.
 
-`SelfDistillation` is Algorithm 1; `PFedSD`, the method, adds what choices 3 to 6 name. Its defaults are Algorithm 1.
+`SelfDistillation` is Algorithm 1; `PFedSD`, the method, adds what choices 3 to 11 name. Its defaults are Algorithm 1.
 """
 
 from __future__ import annotations
@@ -31,11 +37,14 @@ from torch import Tensor
 from ..core import terms, tree
 from ..core.batch import Batch
 from ..core.errors import InputError
-from ..core.method import Upload
+from ..core.method import Phase, Upload
 from ..core.settings import setting
 from ..core.task import Task
 from ..core.tree import Params, Tree
+from . import clustered
 from .fedavg import FedAvg
+
+TEACHER = 1  # the stream of a teacher's dropout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +77,11 @@ class SelfDistillation(FedAvg, mean="uniform"):
     def penalty(self, task: Task, params: Params, logits: Tensor, local: Tree, batch: Batch) -> Tensor:
         """R = τ²·KL(q_τ(v_k) ‖ q_τ(w))."""
         scale = self.tau**2 if self.scale_by_temperature else 1.0
-        return scale * terms.kl(local["teacher"][batch.index], logits, self.tau, batch)
+        return scale * terms.kl(self.taught(task, local, batch), logits, self.tau, batch)
+
+    def taught(self, task: Task, local: Tree, batch: Batch) -> Tensor:
+        """Return v_k's logits for the batch."""
+        return local["teacher"][batch.index]  # type: ignore[no-any-return]
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
         """w_k goes up; v_k ← w_k."""
@@ -89,10 +102,17 @@ class PFedSD(SelfDistillation):
     noisy_mean: ClassVar[bool] = True
     noisy_steps: ClassVar[bool] = True
 
-    teacher: Literal["model", "predictions"] = setting("model", "run the past model, or keep its predictions")
+    teacher: Literal["model", "predictions", "ditto"] = setting(
+        "model", "run the past model, keep its predictions, or learn from a personal model of Ditto's instead"
+    )
+    teacher_mode: Literal["eval", "train"] = setting(
+        "eval", "train: the teacher's dropout stays on (the authors' code)"
+    )
+    teacher_lam: float = setting(1.0, "Ditto's λ of the teacher ditto", least=0)
     regulariser: Literal["kl", "mse", "l2", "ewc"] = setting("kl", "how the past model holds the new one (Table 9)")
     ramp: float = setting(0.0, "share of the rounds over which λ rises linearly; 0: constant", least=0, most=1)
     stateless: bool = setting(False, "the server keeps the personal models and sends them down")
+    clusters: int = setting(1, "global models, one for each cluster of clients; 1: one for all", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,10 +120,25 @@ class PFedSD(SelfDistillation):
             raise InputError(
                 "teacher", "predictions", "'model' with stateless: predictions on a client's data stay there"
             )
+        if self.stateless and self.teacher == "ditto":
+            raise InputError(
+                "teacher", "ditto", "'model' with stateless: Ditto's personal model never leaves its client"
+            )
+        if self.teacher_mode == "train" and self.teacher == "predictions":
+            raise InputError(
+                "teacher_mode", "train", "'eval' with teacher 'predictions', which are made once for all batches"
+            )
+        if self.teacher == "ditto":  # trained without noise, it shapes what goes up
+            object.__setattr__(self, "noisy_steps", False)
+        if self.clusters > 1:
+            for flag in ("averages", "noisy_mean", "robust"):  # there is a mean for each cluster
+                object.__setattr__(self, flag, False)
 
     def check(self, task: Task) -> None:
-        """Refuse a Fisher diagonal of samples that DP-SGD should protect: it shapes what goes up later."""
+        """Refuse more clusters than clients, and a Fisher diagonal of samples that DP-SGD should protect: it goes up later."""
         super().check(task)
+        if self.clusters > task.clients:
+            raise InputError("clusters", self.clusters, f"at most {task.clients}, the number of clients")
         if task.private is not None and self.regulariser == "ewc":
             right = "'kl', 'mse' or 'l2' with privacy 'local', which does not cover the Fisher diagonal"
             raise InputError("regulariser", self.regulariser, right)
@@ -123,18 +158,21 @@ class PFedSD(SelfDistillation):
 
     def init_server(self, task: Task, params: Params) -> Tree:
         """w; stateless also every v_k that has come up."""
+        clusters: Tree = {"centres": {}, "cluster": {}} if self.clusters > 1 else {}
         if not self.stateless:
-            return {"params": params}
+            return {"params": params, **clusters}
         return {
             "params": params,
             "none": {**self._no_past(task, params), "known": tree.scalar_zero(params)},
             "past": {},
+            **clusters,
         }
 
     def send(self, task: Task, server: Tree, client: int) -> Tree:
-        """w; stateless also v_k, and whether the server has one."""
+        """w, or the model of the client's cluster; stateless also v_k, and whether the server has one."""
         past = {"past": server["past"].get(str(client), server["none"])} if self.stateless else {}
-        return {"params": server["params"], **past}
+        own = server["cluster"].get(str(client)) if self.clusters > 1 else None
+        return {"params": server["params"] if own is None else server["centres"][str(int(own))], **past}
 
     def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
         """w ← w_t; what the regulariser takes of v_k; λ, which is 0 while there is no v_k."""
@@ -142,9 +180,29 @@ class PFedSD(SelfDistillation):
         known = past["known"] if self.stateless else task.seen.to(task.net.dtype)
         rise = min(1.0, task.round / (self.ramp * task.rounds)) if self.ramp else 1.0
         local: Tree = {"params": down["params"], "lam": self.lam * rise * known}
+        if self.teacher == "ditto":
+            local |= {"own": past["v"], "anchor": task.trainable(down["params"])}
         if self.regulariser in ("l2", "ewc"):
             return {**local, "v": task.trainable(past["v"]), "fisher": past.get("fisher", {})}
+        if self.teacher_mode == "train":
+            return {**local, "past": past["v"]}
         return {**local, "teacher": past["logits"] if self.teacher == "predictions" else task.local_logits(past["v"])}
+
+    def phases(self, task: Task) -> tuple[Phase, ...]:
+        """The experiment's epochs; of the teacher ditto as many again."""
+        return (Phase(), Phase(model="own", loss=self.teacher_loss)) if self.teacher == "ditto" else (Phase(),)
+
+    def teacher_loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
+        """CE(v) + teacher_lam/2·‖v − w_t‖²: Ditto's personal objective."""
+        return self.fit(task, params, batch) + self.teacher_lam * terms.proximal(
+            task.trainable(params), local["anchor"]
+        )
+
+    def taught(self, task: Task, local: Tree, batch: Batch) -> Tensor:
+        """Return v_k's logits for the batch: looked up, or in training mode."""
+        if self.teacher_mode == "train":
+            return task.beside(local["past"], batch, TEACHER)
+        return super().taught(task, local, batch)
 
     def penalty(self, task: Task, params: Params, logits: Tensor, local: Tree, batch: Batch) -> Tensor:
         """R, by the regulariser."""
@@ -153,12 +211,12 @@ class PFedSD(SelfDistillation):
         if self.regulariser == "ewc":
             return terms.ewc(task.trainable(params), local["v"], local["fisher"])
         if self.regulariser == "mse":
-            return terms.squared_error(local["teacher"][batch.index], logits, batch)
+            return terms.squared_error(self.taught(task, local, batch), logits, batch)
         return super().penalty(task, params, logits, local, batch)
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
         """w_k goes up; v_k ← w_k, with its Fisher diagonal or its predictions. Stateless all of it goes up."""
-        past: Tree = {"v": local["params"]}
+        past: Tree = {"v": local["own"] if self.teacher == "ditto" else local["params"]}
         if self.regulariser == "ewc":
             past["fisher"] = task.local_gradient(
                 lambda p, b: F.cross_entropy(task.net(p, b.x, train=False), b.y, reduction="none"),
@@ -169,11 +227,12 @@ class PFedSD(SelfDistillation):
             past["logits"] = task.local_logits(past["v"])
         if self.stateless:
             return {"params": past["v"], "fisher": past.get("fisher", {})}, {}
-        return {"params": past["v"]}, past
+        return {"params": local["params"]}, past
 
     def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
-        """The mean of the w_k; stateless also v_k ← w_k, as the client trained it."""
-        server = super().merge(task, server, uploads)
+        """The mean of the w_k, also by cluster; stateless also v_k ← w_k, as the client trained it."""
+        clusters = self._merge_clusters(task, server, uploads) if self.clusters > 1 else {}
+        server = {**super().merge(task, server, uploads), **clusters}
         if not self.stateless:
             return server
         past = dict(server["past"])
@@ -182,6 +241,23 @@ class PFedSD(SelfDistillation):
             known = torch.ones_like(server["none"]["known"])
             past[str(upload.client)] = tree.clone({"v": upload.tree["params"], **fisher, "known": known})
         return {**server, "past": past}
+
+    def _merge_clusters(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
+        """Return each cluster's mean of the w_k, and whose cluster is which; none until there are enough uploads at once."""
+        centres: dict[str, Params] = server["centres"]
+        if not centres and len(uploads) < self.clusters:
+            return {}
+        models = [task.trainable(upload.params) for upload in uploads]
+        starts: list[Params] = [centres[str(c)] if centres else server["params"] for c in range(self.clusters)]
+        trained = [task.trainable(start) for start in starts]
+        of = clustered.nearest(models, trained) if centres else clustered.divide(models, self.clusters)
+        new: dict[str, Params] = {}
+        for c, start in enumerate(starts):
+            own = [upload for upload, cluster in zip(uploads, of, strict=True) if cluster == c]
+            mean = task.average([upload.params for upload in own], self.shares(own), start) if own else {}
+            new[str(c)] = {**start, **mean}
+        places = {str(u.client): torch.tensor(c) for u, c in zip(uploads, of, strict=True)}
+        return {"centres": new, "cluster": {**server["cluster"], **places}}
 
     def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
         """v_k, or the global model where there is none."""

@@ -11,8 +11,9 @@ grows with the number of weights; it does not train. divergence="generalised" ad
 "normalised" divides the spectra by their sums, "paper" is the printed form; transform="ortho" scales the DFT by 1/√d,
 "raw" not. (2) The other model is fixed in each phase, without gradient; the personal phase holds to the w_G that was just
 trained. (3) vec(w) is the trainable parameters in the model's order. (4) E_G is not given: 1; E_p is 3 or 5 in Tables 4
-and 9: 3. (5) BatchNorm's statistics: the generic model's are averaged with its weights, the personal model keeps its own.
-(6) A client that never took part is scored with the current generic model.
+and 9: 3. The personal phase has the experiment's rate, or one of its own (`personal_lr`). (5) BatchNorm's statistics: the
+generic model's are averaged with its weights, the personal model keeps its own. (6) A client that never took part is scored
+with the current generic model.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class SpectralCoDistillation(FedAvg):
     tau: float = setting(0.4, "τ, share of the spectrum that the generic phase looks at", above=0, most=1)
     generic_epochs: int = setting(1, "E_G, epochs of the generic phase", least=0)
     personal_epochs: int = setting(3, "E_p, epochs of the personal phase", least=0)
+    personal_lr: float = setting(0.0, "learning rate of the personal phase; 0: the experiment's", least=0)
     divergence: Literal["generalised", "normalised", "paper"] = setting("generalised", "the form of D")
     transform: Literal["ortho", "raw"] = setting("ortho", "the scaling of the DFT")
 
@@ -61,7 +63,7 @@ class SpectralCoDistillation(FedAvg):
         """The generic model, then the personal one."""
         return (
             Phase(epochs=self.generic_epochs, model="params", loss=self.generic_loss),
-            Phase(epochs=self.personal_epochs, model="personal", loss=self.personal_loss),
+            Phase(epochs=self.personal_epochs, model="personal", loss=self.personal_loss, lr=self.personal_lr or None),
         )
 
     def generic_loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:

@@ -2,11 +2,14 @@
 
 | | |
 |---|---|
-| model | `personal`: each client's own; `generic`: the one for everybody |
+| model | `personal`: each client's own; `generic`: the one for everybody; and the further scores: `fine-tuned` (+FT), `new` (all
+            personal models vote), `external` (the same on a source that no client had), `averaged` (the mean of the
+            personal weights), `newcomers` (after their training) |
 | clients | `all` (of those that train), or the `participants` of the round, each on its own test data; or `common`: the
             common test set, which belongs to nobody (generic model only) |
 | mean | `client`: every client counts alike; `sample`: every test sample does; `training`: every client by its number of
-            training samples (the fifth paper's PM) |
+            training samples (the fifth paper's PM). `new`, `external`, `averaged`: always by test sample, `newcomers`: by
+            training sample |
 | round | `last`; `mean10`: mean of the last ten scored; `best-val`: the best on validation data;
           `best-test`: the best on test data, which looks at the answer and is labelled so |
 """
@@ -14,7 +17,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -23,12 +26,28 @@ from ..core import settings
 from ..core.errors import InputError
 from ..core.settings import setting
 
+FIXED = {  # of models whose mean is fixed: by whose data, the entry of a record
+    "new": {"all": "new", "common": "new_common"},
+    "external": {"all": "external"},
+    "averaged": {"all": "averaged", "common": "averaged_common"},
+    "newcomers": {"all": "newcomers_after"},
+}
+FURTHER = ("fine-tuned", *FIXED)  # models that are scored where a run is asked to
+WORDS = {
+    "new": "all personal models' vote (New), mean per sample",
+    "external": "all personal models' vote on another source (External), mean per sample",
+    "averaged": "mean of the personal models' weights, mean per sample",
+    "newcomers": "newcomers' models after their training, mean by training size",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """Which number a result is."""
 
-    model: Literal["personal", "generic"] = setting("personal", "which model is scored")
+    model: Literal["personal", "generic", "fine-tuned", "new", "external", "averaged", "newcomers"] = setting(
+        "personal", "which model is scored"
+    )
     clients: Literal["all", "participants", "common"] = setting("all", "whose test data counts")
     mean: Literal["client", "sample", "training"] = setting(
         "client",
@@ -38,8 +57,12 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         settings.check(self)
-        if self.clients == "common" and self.model == "personal":
-            raise InputError("model", self.model, "'generic' on the common test set, where no client is at home")
+        if self.clients == "common" and self.model in ("personal", "fine-tuned", "newcomers"):
+            right = "'generic' on the common test set (or 'new', 'averaged'), where no client is at home"
+            raise InputError("model", self.model, right)
+        if self.model in FIXED and (self.clients not in FIXED[self.model]):
+            right = " or ".join(repr(name) for name in FIXED[self.model])
+            raise InputError("clients", self.clients, f"{right} with the model {self.model!r}")
 
     def __str__(self) -> str:
         rounds = {
@@ -48,6 +71,8 @@ class Evaluation:
             "best-val": "best round on validation data",
             "best-test": "best round ON TEST DATA",
         }
+        if self.model in FIXED:
+            return f"{WORDS[self.model]}{', common test set' if self.clients == 'common' else ''}, {rounds[self.round]}"
         if self.clients == "common":
             return f"{self.model} model, common test set, {rounds[self.round]}"
         mean = "mean by training size" if self.mean == "training" else f"mean per {self.mean}"
@@ -55,12 +80,15 @@ class Evaluation:
 
     def of(self, history: Sequence[dict[str, Any]]) -> float:
         """Return the number, from a run's history."""
-        scored = [record for record in history if f"{self.model}_clients" in record]
+        name = self._name()
+        scored = [record for record in history if name in record]
         if self.clients == "participants":
             scored = [record for record in scored if record["participants"]]  # a round may have had none
         if not scored:
             raise InputError("model", self.model, "a model that this run scored")
-        if self.clients == "common" and "generic_common" not in scored[0]:
+        if self.model in FURTHER and self.round != "last":
+            self._check_further(history, scored)
+        if self.clients == "common" and self.model == "generic" and "generic_common" not in scored[0]:
             raise InputError("clients", self.clients, "'all' or 'participants': this run has no common test set")
         at: Callable[[dict[str, Any], str], float] = self._at
         if self.round == "last":
@@ -69,16 +97,49 @@ class Evaluation:
             return float(np.mean([at(record, "") for record in scored[-10:]]))
         if self.round == "best-test":
             return max(at(record, "") for record in scored)
+        if self.model in FURTHER:
+            raise InputError("round", self.round, f"another choice: {self.model} is not scored on validation data")
         if "val_samples" not in scored[0]:
             raise InputError(
                 "round", self.round, "another choice: this run has no validation data (split = '70/10/20')"
             )
         return at(max(scored, key=lambda record: at(record, "val_")), "")
 
+    def rounds_to(self, history: Sequence[dict[str, Any]], target: float) -> int | None:
+        """Return the first scored round whose number is at least the target; None where no round reached it.
+
+        The contract's `round` has no part in it: every scored round is looked at by itself.
+        """
+        if isinstance(target, bool) or not isinstance(target, int | float) or not 0 <= target <= 1:
+            raise InputError("target", target, "an accuracy from 0 to 1")
+        each = replace(self, round="last")
+        name = self._name()
+        scored = [record for record in history if name in record]
+        if not scored:
+            each.of(history)  # says why
+        for record in scored:
+            if (self.clients != "participants" or record["participants"]) and each.of([record]) >= target:
+                return int(record["round"])
+        return None
+
+    def _name(self) -> str:
+        """Return the entry that a record has where this model was scored."""
+        if self.model in FIXED:
+            return FIXED[self.model][self.clients]
+        return f"{self.model.replace('-', '_')}_clients"
+
+    def _check_further(self, history: Sequence[dict[str, Any]], scored: Sequence[dict[str, Any]]) -> None:
+        """Refuse to choose among rounds where a further score was taken after the last round alone."""
+        if len(scored) == 1 < len([record for record in history if "samples" in record]):
+            right = f"'last': {self.model} was scored once (further_every, or --further-every, scores it by round)"
+            raise InputError("round", self.round, right)
+
     def _at(self, record: dict[str, Any], prefix: str) -> float:
+        if self.model in FIXED:
+            return float(record[self._name()])
         if self.clients == "common":  # validation data is the clients' own, every sample counting alike
             return float(record[f"{prefix}generic" if prefix else "generic_common"])
-        rates, sizes = record[f"{prefix}{self.model}_clients"], record[f"{prefix}samples"]
+        rates, sizes = record[f"{prefix}{self._name()}"], record[f"{prefix}samples"]
         chosen = [str(k) for k in record["participants"]] if self.clients == "participants" else list(rates)
         values = [rates[k] for k in chosen if k in rates]
         if self.mean == "training":

@@ -39,6 +39,9 @@ class Training(
             clock.parse(self.profile)
         elif self.sampler == "available":
             raise InputError("sampler", self.sampler, "another without a profile of devices, as uniform")
+        if self.further_every % self.eval_every:
+            right = f"a multiple of eval_every ({self.eval_every}): further scores stand in rounds that are scored"
+            raise InputError("further_every", self.further_every, right)
         if self.wait_free == "until-download" and self.forgetting:
             raise InputError(
                 "forgetting", True, "false with wait_free 'until-download': nobody knows when training ends"

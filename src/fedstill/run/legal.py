@@ -74,7 +74,7 @@ def check_private_rounds(task: Task, training: Training, cohort: int) -> None:
     kind = f"with privacy {training.privacy!r}"
     if training.sampler == "power-of-choice":
         raise InputError("sampler", training.sampler, f"another {kind}: clients' losses are not protected")
-    training.require_defaults(("forgetting",), f"{kind}: scores in the replies are not protected")
+    training.require_defaults(("forgetting", "train_scores"), f"{kind}: scores in the replies are not protected")
     if training.privacy == "local":
         if training.average == "fltrust":
             raise InputError("average", "fltrust", f"another {kind}: the server would own samples as they are")

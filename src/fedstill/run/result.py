@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from .. import scores
 from ..core import settings, tree
-from ..core.errors import InputError, TrainingError
+from ..core.errors import InputError, Shown, TrainingError
 from ..core.method import Method
 from ..core.task import Task
 from ..core.tree import Params, Tree
@@ -148,7 +148,22 @@ class Run:
 
     def score(self, **contract: Any) -> float:
         """Return one number by the evaluation contract: `model`, `clients`, `mean`, `round` (see `Evaluation`)."""
-        return settings.build(Evaluation, contract).of(self.history)
+        return settings.build(Evaluation, contract).of(self._records())
+
+    def rounds_to(self, target: float, contract: Evaluation | None = None) -> int | None:
+        """Return the first scored round whose number, by the contract, is at least `target`, an accuracy from 0 to 1.
+
+        None where none is: the target was never reached. The contract's `round` has no part in it.
+        """
+        if contract is not None and not isinstance(contract, Evaluation):
+            raise InputError(
+                "contract", Shown(repr(contract)), "a fedstill.Evaluation, such as Evaluation(mean='sample')"
+            )
+        return (contract or Evaluation()).rounds_to(self._records(), target)
+
+    def _records(self) -> list[Record]:
+        """Return the records, the last one with the scores that were taken after the federation."""
+        return [*self.history[:-1], {**self.history[-1], **self.after}] if self.history else []
 
     def new(self, on: Literal["clients", "common"] = "clients") -> float:
         """Return the accuracy where a sample's owner is unknown: all models vote, on clients' tests or the common set."""

@@ -40,6 +40,7 @@ from ..transport.messages import Transport
 from .callbacks import JournalCallback, Pace, Progress, ProgressCallback, restore, state_of
 from .checkpoint import Checkpoint
 from .driver import Driver
+from .further import FurtherCallback, latest
 from .journal import Journal, Survey
 from .prepare import Simulation
 from .result import Run
@@ -127,7 +128,8 @@ class Session:
         finished = start.journal is not None and self.first[coordinator.run] == run.task.rounds  # by an earlier process
         kept = start.journal.scores() if start.journal is not None and finished else None
         try:
-            run = dataclasses.replace(run, after=scores.after(run) if kept is None else kept)
+            kept_now = latest(coordinator) if kept is None else kept
+            run = dataclasses.replace(run, after=scores.after(run) if kept_now is None else kept_now)
         except TrainingError as error:
             return error
         if start.journal is not None and kept is None:
@@ -149,7 +151,7 @@ def start(starts: Sequence[Start], transport: Transports | None = None, stop: St
         carrier = (transport or LocalTransport)(parts.edge)
     driver, pace = Driver(carrier), Pace()
     coordinators = [
-        _coordinator(start, number, len(starts), strategy, carrier, parts.trainer, stop, pace)
+        _coordinator(start, number, len(starts), strategy, driver, parts.trainer, stop, pace)
         for number, (start, strategy) in enumerate(zip(starts, parts.rounds, strict=True))
     ]
     surveys = [None if one.journal is None else one.journal.survey(one.simulation.device) for one in starts]
@@ -187,7 +189,7 @@ def _coordinator(
     number: int,
     runs: int,
     rounds: Rounds,
-    transport: Transport,
+    driver: Driver,
     trainer: Trainer,
     stop: Stop | None,
     pace: Pace,
@@ -199,6 +201,8 @@ def _coordinator(
     if rule is not None:
         server = rule.begin(server, sim.task.net.parameters)
     callbacks: list[Callback] = []
+    if training.further_every:
+        callbacks.append(FurtherCallback(sim, driver, trainer.name))
     if start.journal is not None:
         callbacks.append(JournalCallback(start.journal, start.checkpoint_every, trainer.choices, stop, pace))
     if start.progress is not None:
@@ -212,12 +216,12 @@ def _coordinator(
         sim.task,
         Plan(training.seed, training.batch_size),
         RunState(server),
-        transport,
+        driver.transport,
         per_round=per_round,
         rounds=rounds,
         callbacks=callbacks,
         eval_every=training.eval_every,
-        splits=("test",) if sim.data.val is None else ("test", "val"),
+        splits=("test", *(["val"] if sim.data.val is not None else []), *(["train"] if training.train_scores else [])),
         sampler=SAMPLERS[training.sampler],
         gate=Gate.of(training, sim.method, sim.data.train.sizes, sim.task.net.buffers),
         aggregator=Aggregator(0 if training.privacy == "central" else training.minimum, rule),
@@ -226,7 +230,11 @@ def _coordinator(
         common=None if sim.data.common is None else functools.partial(sim.common_accuracy, trainer),
         away=frozenset(sim.newcomers),
         watch=scores.forgetting if training.forgetting else None,
-        tests={"test": sim.data.test.sizes, **({} if sim.data.val is None else {"val": sim.data.val.sizes})},
+        tests={
+            "test": sim.data.test.sizes,
+            "train": sim.data.train.sizes,
+            **({} if sim.data.val is None else {"val": sim.data.val.sizes}),
+        },
         samples=sim.data.train.sizes,
         candidates=training.candidates,
         attack=sim.attack,

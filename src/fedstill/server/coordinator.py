@@ -42,7 +42,7 @@ from .gate import (
     state_of,
 )  # fmt: skip
 from .optimizer import Rule
-from .records import Scores, nbytes, split_seconds, summary, traffic
+from .records import Scores, nbytes, split_seconds, summary, traffic, training_losses
 from .sampler import Memory, Sampler, uniform
 
 Record: TypeAlias = dict[str, Any]
@@ -160,7 +160,9 @@ class Coordinator:
     rounds: Rounds = field(default_factory=Rounds)
     callbacks: Sequence[Callback] = ()
     eval_every: int = 1
-    splits: tuple[str, ...] = ("test",)  # the first is the one reported; "val" besides where there is validation data
+    splits: tuple[str, ...] = (
+        "test",
+    )  # the first is the one reported; besides "val" where there is such data, "train" if asked
     sampler: Sampler = uniform
     gate: Gate = field(default_factory=Gate)
     aggregator: Aggregator = field(default_factory=Aggregator)
@@ -272,11 +274,14 @@ class Coordinator:
             sound = self.sound(replies, split)
             claimed = self.gate.shares(sound, self.tests.get(split, ()))
             self.note(claimed)
-            scores = Scores.read([reply for reply in sound if reply.client not in claimed], self.method.scores)
+            counted = [reply for reply in sound if reply.client not in claimed]
+            scores = Scores.read(counted, self.method.scores)
             if orders and not scores.clients:
                 reason = "; ".join(f"client {k}: {why}" for k, why in [*self.noted.items()][:1]) or "nobody answered"
                 raise TrainingError(f"round {task.round}: no client sent scores that can be; {reason}")
             record |= summary(scores, "" if split == self.splits[0] else f"{split}_")
+            if split == "train":
+                record |= training_losses(counted)
         if len(self.samples):
             record["train_samples"] = {str(k): int(self.samples[k]) for k in self.honest()}
         if self.common is not None and generic is not None:

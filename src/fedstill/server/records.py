@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +93,23 @@ def summary(scores: Scores, prefix: str = "") -> dict[str, Any]:
             record[f"{prefix}personal_std"], record[f"{prefix}personal_worst"] = float(rates.std()), worst_tenth(rates)
     record[f"{prefix}samples"] = {str(k): n for k, n in zip(scores.clients, scores.samples, strict=True)}
     return record
+
+
+def training_losses(replies: Sequence[Reply]) -> dict[str, Any]:
+    """Return the cross-entropy on the clients' training data: of the models that serve them, and of the generic one.
+
+    Both are means over all samples; `train_loss_clients` has each client's own mean. What is not finite is left out.
+    """
+    losses: dict[str, Any] = {}
+    sizes = [reply.report["samples"] for reply in replies]
+    serving = [reply.report.get("personal_loss", reply.report.get("generic_loss", math.nan)) for reply in replies]
+    generic = [reply.report.get("generic_loss", math.nan) for reply in replies]
+    if replies and all(map(math.isfinite, serving)):
+        losses["train_loss"] = float(np.average(serving, weights=sizes))
+        losses["train_loss_clients"] = {str(r.client): loss for r, loss in zip(replies, serving, strict=True)}
+    if replies and all(map(math.isfinite, generic)):
+        losses["generic_train_loss"] = float(np.average(generic, weights=sizes))
+    return losses
 
 
 def worst_tenth(rates: Any) -> float:
