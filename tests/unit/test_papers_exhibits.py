@@ -241,6 +241,7 @@ def test_an_exhibit_like_another_says_what_differs() -> None:
     other = {"like": "table9", "title": "U", "only": {"setting": "*-mlp"}, "variant": {"rounds": 5}}
     exhibit = parsed("pfedkd-wcl", {"table9": SMALL, "table9-x": other}, SHARED)["table9-x"]
     assert (exhibit.title, exhibit.where, exhibit.columns) == ("U", "Table 9", ("b",))
+    assert exhibit.like == "table9"
     assert [cell.variant["rounds"] for cell in exhibit.cells] == [5, 3, 5]
     assert exhibit.cells[0].variant["method"] == {"tau": 3.0}
 

@@ -156,7 +156,8 @@ class Exhibit:
     """A table or figure. `seeds` and other values that the paper does not state are ours and named in `unstated`.
 
     `spread` says what ± is over: "seeds", "unstated", or "" where none is printed. `form` says how the paper shows it: table,
-    curves, lines (over a swept value), heat-map, bars, bubbles, distribution.
+    curves, lines (over a swept value), heat-map, bars, bubbles, distribution. `like` names the exhibit whose arrangement
+    it has: of another reading of the paper, or of another figure.
     """
 
     paper: str
@@ -168,6 +169,7 @@ class Exhibit:
     seeds: int
     spread: str
     note: str
+    like: str
     unstated: tuple[str, ...]
     panels: tuple[Panel, ...]
     cells: tuple[Cell, ...] = field(repr=False)

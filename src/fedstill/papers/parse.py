@@ -13,25 +13,13 @@ from .cells import Cell, Contract, Exhibit, Panel, Relation
 from .files import check_name, load, names, vary
 
 ABSENT, UNPRINTED = "-", "?"  # no such cell; a cell whose number is not printed
-WHERE = {"label", "id", "setting", "method", "variant", "contract", "x"}  # what a row or column may say
+LINE = {"label", "id", "setting", "method", "variant", "contract", "x"}  # what a row or column may say
+BLOCK = {"setting", "method", "variant", "contract", "axes", "rows", "columns"}
 KEYS = {
-    "exhibit": {
-        "title",
-        "where",
-        "form",
-        "seeds",
-        "spread",
-        "note",
-        "unstated",
-        "setting",
-        "method",
-        "variant",
-        "contract",
-    }
-    | {"axes", "rows", "columns", "panels", "like", "only"},
-    "panel": {"id", "title", "setting", "method", "variant", "contract", "axes", "rows", "columns"},
-    "row": WHERE | {"values", "on"},
-    "column": WHERE,
+    "exhibit": BLOCK | {"title", "where", "form", "seeds", "spread", "note", "unstated", "panels", "like", "only"},
+    "panel": BLOCK | {"id", "title"},
+    "row": LINE | {"values", "on"},
+    "column": LINE,
 }
 
 
@@ -110,6 +98,7 @@ def _exhibit(paper: str, id: str, table: Mapping[str, Any], shared: Mapping[str,
         seeds=table.get("seeds", shared["seeds"]),
         spread=table.get("spread", shared["spread"]),
         note=table.get("note", ""),
+        like=table.get("like", ""),
         unstated=(*shared["unstated"], *table.get("unstated", ())),
         panels=tuple(panels),
         cells=tuple(cells),
