@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -54,7 +55,7 @@ def test_a_table_beside_the_published_numbers(whole, capsys):
         assert cell["state"] == "done"
         assert len(cell["values"]) == len(cell["runs"]) == 2
         assert cell["difference"] == pytest.approx(sum(cell["values"]) / 2 - cell["published"])
-        assert len({run["partition"] for run in cell["runs"]}) == 2  # a division for each seed
+        assert all(len(run["partition"]) == 64 for run in cell["runs"])
         assert all(run["command"].startswith("fedstill reproduce") for run in cell["runs"])
         assert cell["settings"]["clients"] == 20
     assert record["scale"] == 0.01
@@ -101,10 +102,8 @@ def test_killed_at_a_random_moment_it_ends_with_the_same_numbers(whole, tmp_path
         while process.poll() is None and not in_the_middle(out) and time.monotonic() < until:
             time.sleep(0.002)
         time.sleep(delay.uniform(0, 0.3))
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
     done = len(list((out / "runs").glob("*/result.json")))
     assert done < 4 or process.returncode == 0

@@ -96,8 +96,8 @@ def test_each_distinct_experiment_is_run_once():
     # Table 5's means and standard deviations are read off the same runs, which Table 2 shares
     both = plan(find(["pfedsd/table2", "pfedsd/table5"]), "cifar10,pfedsd")
     cells = [cell for part in both.chosen for cell in part.cells]
-    assert len(cells) > len(both.trials)
-    assert len({digest(trial.experiment, WHOLE) for trial in both.trials}) == len(both.trials)
+    assert len(cells) > len(both.wanted)
+    assert len({digest(trial.experiment, WHOLE) for trial in both.wanted}) == len(both.wanted)
     by_setting = {cell.setting: both.trial(cell) for cell in both.chosen[0].cells}
     for cell in both.chosen[1].cells:
         if cell.setting in by_setting and not cell.variant:
@@ -126,18 +126,19 @@ def test_scores_that_change_no_training_are_joined():
 
 
 def test_seeds_are_the_papers_or_the_flags():
-    assert {t.seeds for t in plan([TABLE2], "fmnist").trials} == {TABLE2.seeds}
+    assert {t.seeds for t in plan([TABLE2], "fmnist").wanted} == {TABLE2.seeds}
     planned = plan([TABLE2], "fmnist,20clients,fedavg", seeds=2)
-    assert [planned.trials[0].seeded(n).seed for n in range(planned.trials[0].seeds)] == [0, 1]
+    (trial,) = planned.wanted
+    assert [trial.seeded(n).seed for n in range(trial.seeds)] == [0, 1]
 
 
 def test_equal_steps_go_side_by_side():
     # λ and τ are floating fields: the whole grid of Fig. 8 on one data set is one stack; methods are not
-    grid = plan(find(["pfedsd/fig8"]), "cifar10").trials
+    grid = plan(find(["pfedsd/fig8"]), "cifar10").wanted
     assert len(grid) > 3
     assert len({_step_of(t.experiment) for t in grid}) == 1
     assert _step_of(Member(grid[0], 1).experiment) == _step_of(grid[0].experiment)
-    methods = plan([TABLE2], "cifar10-dirichlet-20").trials
+    methods = plan([TABLE2], "cifar10-dirichlet-20").wanted
     assert len({_step_of(t.experiment) for t in methods}) == len(methods)
 
 

@@ -77,12 +77,12 @@ def test_what_is_measured_later_is_added(tmp_path):
 
 
 def test_the_readme_has_the_table_between_its_marks(tmp_path):
-    text = f"before\n{collect.BEGIN}\nold\n{collect.END}\nafter\n"
+    text = f"before\n{collect.BEGIN}\nwhat it was\n{collect.END}\nafter\n"
     reproduced(tmp_path / "out", "fmnist", 1.0)
     collect.keep(tmp_path / "out", tmp_path / "results")
     records = collect.load(tmp_path / "results")
     made = collect.with_table(text, records)
-    assert "old" not in made
+    assert "what it was" not in made
     assert made.startswith("before\n")
     assert made.endswith("after\n")
     assert "| [pfedsd/table2](docs/results/pfedsd.md) | 14 of 42 |" in made

@@ -80,7 +80,7 @@ def reproduce(argv: Sequence[str]) -> None:
         machine = flags.take(Experiment, flag_values)
         root = machine.pop("data_root", "")
         planned = plan(find(words), options.only, options.seeds, Scale(options.scale), machine)
-    sources.check((trial.experiment for trial in planned.trials), root)
+    sources.check((trial.experiment for trial in planned.wanted), root)
     store, shelf = Store(Path(options.out)), Shelf()
     if options.dry_run:
         say(cost.report(planned, store, shelf, root, _width()))
@@ -95,7 +95,7 @@ def reproduce(argv: Sequence[str]) -> None:
 def _say_first(planned: Plan, runner: Runner, store: Store) -> None:
     """Say what is run and where the results go."""
     missing = runner.missing()
-    total = sum(trial.seeds for trial in planned.trials if trial.trains)
+    total = sum(trial.seeds for trial in planned.wanted if trial.trains)
     cells = sum(len(part.cells) for part in planned.chosen)
     names = ", ".join(part.exhibit.name for part in planned.chosen)
     done = f", {total - len(missing)} of them done before" if len(missing) < total else ""
@@ -109,8 +109,9 @@ def _report(planned: Plan, runner: Runner, store: Store, shelf: Shelf, root: str
     """Print the tables and write the files."""
     whole = read(planned, store, shelf, root, runner.reasons)
     for part in planned.chosen:
-        readings = whole[part.exhibit.name]
-        say("\n" + layout.text(part.exhibit, readings, planned.scale, _width()))
+        readings, chosen = whole[part.exhibit.name], {cell.id for cell in part.cells}
+        shown = [reading for reading in readings if reading.cell.id in chosen]
+        say("\n" + layout.text(part.exhibit, shown, planned.scale, _width()))
         made = write.write(store.out, part.exhibit, readings, planned, command)
         if figures.available():
             made += pictures.draw(part.exhibit, readings, planned.scale, made[0].parent)

@@ -16,7 +16,8 @@ from ..core import files
 from ..core.errors import InputError
 from ..core.reading import Unreadable, read_json
 from ..report.costs import NONE
-from .write import FORMAT, RESULTS
+from .reading import Reading
+from .write import FORMAT, RESULTS, ranking_records
 
 DATA = "data"
 BEGIN, END = "<!-- results: begin (benchmarks/results.py writes this) -->", "<!-- results: end -->"
@@ -44,10 +45,19 @@ def keep(results: Path, to: Path) -> list[Path]:
         for cell in done:
             if len(cell["values"]) >= len(cells.get(cell["id"], {"values": ()})["values"]):
                 cells[cell["id"]] = cell
-        text = json.dumps({**record, "cells": list(cells.values())}, indent=1, ensure_ascii=False)
+        kept = {**record, "cells": list(cells.values()), "rankings": _rankings(record["exhibit"], list(cells.values()))}
+        text = json.dumps(kept, indent=1, ensure_ascii=False)
         files.write(target, (text + "\n").encode())
         made.append(target)
     return made
+
+
+def _rankings(name: str, cells: Sequence[Record]) -> list[dict[str, Any]]:
+    """Return the rankings over all cells that are kept."""
+    exhibit = papers.exhibit(name)
+    known = {cell.id: cell for cell in exhibit.cells}
+    values = {cell["id"]: tuple(cell["values"]) for cell in cells if cell["id"] in known}
+    return ranking_records(exhibit, [Reading(known[id], len(own), values=own) for id, own in values.items()])
 
 
 def load(folder: Path) -> list[Record]:
@@ -81,7 +91,7 @@ def _index(by_paper: Mapping[str, Sequence[Record]]) -> str:
     lines = [
         "# Measured results", "",
         "The papers' tables run by `fedstill reproduce` on the real data, beside the published numbers. Every page is written by",
-        "`benchmarks/results.py` from the results in `data/`; each number there has its command, partition hash, versions and date.",
+        "`benchmarks/results.py` from the results in `data/`: each number has its command, partition hash, versions and date.",
         "",
     ]  # fmt: skip
     if not by_paper:
@@ -103,9 +113,8 @@ def summary(records: Sequence[Record], link: str = "docs/results/") -> list[str]
         counts = " | ".join(str(kinds.count(kind)) for kind in ("within", "better", "worse"))
         holds = [ranking["holds"] for ranking in record["rankings"]]
         rankings = f"{sum(holds)} of {len(holds)}" if holds else NONE
-        lines.append(
-            f"| [{record['exhibit']}]({link}{paper}.md) | {len(record['cells'])} of {total} | {counts} | {rankings} |"
-        )
+        name = f"[{record['exhibit']}]({link}{paper}.md)"
+        lines.append(f"| {name} | {len(record['cells'])} of {total} | {counts} | {rankings} |")
     return lines
 
 

@@ -38,8 +38,8 @@ CLIENTS, PARTICIPANTS, BATCHES, TESTS = 8, 4, 2, 64  # of what is timed in the p
 ROUNDS = 3  # that are timed; the first, which warms up, counts as a beginning
 SHORT = 1.0  # seconds: rounds below are timed as they are
 CUT: dict[str, Any] = {
-    "new": False, "averaged": False, "forgetting": False, "fine_tune": 0, "external": "", "data_root": "", "rounds": ROUNDS,
-    "eval_every": 1,
+    "new": False, "averaged": False, "forgetting": False, "fine_tune": 0, "external": "", "train_scores": False,
+    "further_every": 0, "data_root": "", "rounds": ROUNDS, "eval_every": 1,
 }  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def estimate(plan: Plan, store: Store, shelf: Shelf, root: str) -> list[Estimate
     probes: dict[Any, Probe] = {}
     base = _resident()
     out = []
-    for trial in plan.trials:
+    for trial in plan.wanted:
         left = (
             [n for n in range(trial.seeds) if store.read(trial.seeded(n), plan.scale) is None] if trial.trains else []
         )

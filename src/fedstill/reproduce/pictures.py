@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,9 +45,8 @@ def draw(exhibit: Exhibit, readings: Sequence[Reading], scale: Scale, folder: Pa
         axes.set_axis_off()
     _legend(figure, [axes for axes in grid.flat[: len(shown)]])
     scaled = "" if scale.whole else f" — SCALED to {scale.share:g}, beside the published numbers of the whole"
-    figure.suptitle(
-        f"{exhibit.name}: {exhibit.title}{scaled}", x=0.012, ha="left", fontsize=12, fontweight="bold", color=INK
-    )
+    title = textwrap.fill(f"{exhibit.name}: {exhibit.title}{scaled}", round(9 * width))
+    figure.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold", color=INK)
     made = []
     for suffix in SUFFIXES:
         path = folder / f"figure{suffix}"

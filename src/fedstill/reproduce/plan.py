@@ -15,9 +15,10 @@ from ..papers import Cell, Exhibit
 from ..run.experiment import Experiment
 from . import filters
 from .scale import WHOLE, Scale
+from .store import BESIDE
 
-BESIDE = ("new", "averaged", "forgetting", "fine_tune", "fine_tune_part", "external")  # scores that change no training
 ASKED = {"new": "new", "averaged": "averaged"}  # by model, the score that a contract needs
+EACH = ("new", "averaged", "external")  # models that are scored by round where a contract needs more than the last one
 NO_TRAINING = ("partition",)  # metrics of the data alone
 Key = tuple[str, str]  # an exhibit's name and a cell's id
 
@@ -51,10 +52,15 @@ class Plan:
 
     chosen: tuple[Chosen, ...]
     scale: Scale
-    trials: tuple[Trial, ...]
+    trials: tuple[Trial, ...]  # those without seeds are of cells that were not chosen
     cells: Mapping[Key, int]
     references: Mapping[Key, int]
     refused: Mapping[Key, str]  # cells whose experiment cannot be made, and why
+
+    @property
+    def wanted(self) -> tuple[Trial, ...]:
+        """The trials of the chosen cells."""
+        return tuple(trial for trial in self.trials if trial.seeds)
 
     def trial(self, cell: Cell) -> Trial | None:
         """Return the trial of a cell."""
@@ -111,15 +117,16 @@ def plan(
     of_cells: dict[Key, int] = {}
     references: dict[Key, int] = {}
     refused: dict[Key, str] = {}
-    for part in chosen:
-        for cell in part.cells:
-            try:
-                of_cells[key_of(cell)] = book.add(cell, cell.experiment(), part.seeds)
-                other = cell.reference()
-                if other is not None:
-                    references[key_of(cell)] = book.add(cell, other, part.seeds)
-            except InputError as error:
-                refused[key_of(cell)] = str(error)
+    wanted = {key_of(cell): part.seeds for part in chosen for cell in part.cells}
+    for cell in cells:  # those that were not chosen, too: a run has the scores that any of them reads
+        number = wanted.get(key_of(cell), 0)
+        try:
+            of_cells[key_of(cell)] = book.add(cell, cell.experiment(), number)
+            other = cell.reference()
+            if other is not None:
+                references[key_of(cell)] = book.add(cell, other, number)
+        except InputError as error:
+            refused[key_of(cell)] = str(error)
     return Plan(tuple(chosen), scale, tuple(book.trials), of_cells, references, refused)
 
 
@@ -133,9 +140,13 @@ class _Book:
     def add(self, cell: Cell, values: Mapping[str, Any], seeds: int) -> int:
         """Return the number of the trial for some values, with the scores that the cell's contract needs."""
         contract = cell.contract
-        asked = {ASKED[contract.model]: True} if contract.model in ASKED else {}
+        asked: dict[str, Any] = {ASKED[contract.model]: True} if contract.model in ASKED else {}
+        if contract.model in EACH and (contract.round != "last" or contract.curve):
+            asked["further_every"] = values.get("eval_every", 1)
         if contract.metric == "forgetting":
             asked["forgetting"] = True
+        if contract.metric in ("loss", "loss-curve"):
+            asked["train_scores"] = True
         whole = Experiment.from_values({**values, **asked, **self.machine})
         scaled = self.scale.experiment(whole)
         trains = contract.metric not in NO_TRAINING

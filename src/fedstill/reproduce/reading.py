@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -49,11 +50,16 @@ class Reading:
 
 
 def read(plan: Plan, store: Store, shelf: Shelf, root: str, reasons: Mapping[str, str]) -> dict[str, list[Reading]]:
-    """Return the readings of every exhibit's chosen cells; `reasons` has, by name of a run, why it could not be run."""
-    return {
-        part.exhibit.name: [_read(plan, part, cell, store, shelf, root, reasons) for cell in part.cells]
-        for part in plan.chosen
-    }
+    """Return the readings of every exhibit's chosen cells, and of the others of which there are results.
+
+    A cell has all its seeds that are over, the asked ones at least; `reasons` has, by name of a run, why it could not be run.
+    """
+    found = {}
+    for part in plan.chosen:
+        chosen = {cell.id for cell in part.cells}
+        own = [_read(plan, part, cell, store, shelf, root, reasons) for cell in part.exhibit.cells]
+        found[part.exhibit.name] = [r for r in own if r.cell.id in chosen or r.values]
+    return found
 
 
 def published(cell: Cell, exhibit: Exhibit) -> Sample | None:
@@ -71,16 +77,23 @@ def _read(
     trial, other = plan.trial(cell), plan.reference(cell)
     if trial is None:
         return Reading(cell, part.seeds, problem=plan.refused[key_of(cell)])
+    chosen = any(other.id == cell.id for other in part.cells)
     if cell.contract.metric in NO_TRAINING:
+        if not chosen:
+            return Reading(cell, part.seeds)
         return _partition(plan, part, cell, trial, shelf, root)
     values: list[float] = []
     curves: list[Series] = []
     distribution: list[float] = []
     results: list[Result] = []
     problems: list[str] = []
-    for number in range(part.seeds):
+    seeds = 0
+    for number in itertools.count():
         experiment = trial.seeded(number)
         result = store.read(experiment, plan.scale)
+        if result is None and number >= (part.seeds if chosen else 1):
+            break
+        seeds = number + 1
         reference = None if other is None else store.read(other.seeded(number), plan.scale)
         reason = reasons.get(store.name(experiment, plan.scale), "") or (result.failed if result else "")
         if other is not None and reference is None:
@@ -105,11 +118,11 @@ def _read(
                 problems.append(f"seed {experiment.seed}: {error}")
     against = published(cell, part.exhibit)
     judged = None
-    if against is not None and values and len(values) + len(problems) == part.seeds:
+    if against is not None and values and len(values) + len(problems) == seeds:
         lower = cell.contract.metric in LOWER
         judged = verdict(against, Sample.of(values), lower=lower, relation=cell.relation)
     return Reading(
-        cell, part.seeds, tuple(values), tuple(curves), None, tuple(distribution), tuple(results), "; ".join(problems),
+        cell, seeds, tuple(values), tuple(curves), None, tuple(distribution), tuple(results), "; ".join(problems),
         judged,
     )  # fmt: skip
 

@@ -65,7 +65,7 @@ class Runner:
 
     def missing(self) -> list[Member]:
         """Return the runs of which the store has no result."""
-        members = [Member(trial, n) for trial in self.plan.trials if trial.trains for n in range(trial.seeds)]
+        members = [Member(trial, n) for trial in self.plan.wanted if trial.trains for n in range(trial.seeds)]
         return [member for member in members if self._result(member) is None]
 
     def run(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -16,13 +17,6 @@ from .store import Result
 
 Series: TypeAlias = list[tuple[float, float]]  # (round, value), ascending
 LOWER = {"loss", "client-std", "rounds-to-target", "seconds", "megabytes", "flops"}  # metrics of which less is better
-NAMES = {  # of further models' scores, on all clients' tests and on the common test set
-    "new": {"all": "new", "common": "new_common"},
-    "averaged": {"all": "averaged", "common": "averaged_common"},
-    "external": {"all": "external"},
-    "fine-tuned": {"all": "fine_tuned"},
-    "newcomers": {"all": "newcomers_after"},
-}
 AFTER = ("fine-tuned", "newcomers")  # models that there are only once the federation has ended
 LAST = 10  # rounds of the mean "mean10"
 
@@ -41,7 +35,7 @@ def number(contract: Contract, result: Result, scale: Scale, reference: Result |
     if metric == "client-std":
         return 100 * float(np.std(clients(contract, result)))
     if metric == "loss":
-        return _at(loss_curve(result), contract, scale)
+        return _at(loss_curve(contract, result), contract, scale)
     if metric in ("rounds-to-target", "rounds-speedup", "time-speedup"):
         return _speed(contract, result, scale, reference)
     return _cost(contract, result)
@@ -49,41 +43,45 @@ def number(contract: Contract, result: Result, scale: Scale, reference: Result |
 
 def accuracy(contract: Contract, result: Result, scale: Scale) -> float:
     """Return the accuracy of a contract, as a fraction."""
-    name = NAMES.get(contract.model, {}).get(str(contract.clients), "")
-    if contract.model in ("personal", "generic") and contract.round == "best-val":
-        contract_of = Evaluation(
-            model=contract.model,
-            clients=contract.clients,  # type: ignore[arg-type]
-            mean=contract.mean,
-            round="best-val",
-        )
-        return _refused(lambda: contract_of.of(result.history))
-    series = accuracies(contract, result)
-    if series:
-        return _at(series, contract, scale)
-    after = result.after or {}
-    if contract.model == "fine-tuned" and contract.mean == "sample":
-        name = "fine_tuned_sample"
-    if name in after and (contract.round == "last" or contract.model in AFTER):
-        return float(after[name])
-    raise Unscored(f"no accuracy of the {contract.model} model, {contract.round} round, was taken")
+    if not isinstance(contract.round, int) and isinstance(contract.clients, str):
+        at = contract.round
+        after = result.after or {}
+        if contract.model in AFTER and len(accuracies(contract, result)) <= 1 and after:
+            at = "last"  # there is such a model once the federation has ended
+        evaluation = _evaluation(contract, at)
+        return _refused(lambda: evaluation.of(records(result)))
+    return _at(accuracies(contract, result), contract, scale)
 
 
 def accuracies(contract: Contract, result: Result) -> Series:
     """Return a contract's accuracy by round, as fractions, for the rounds that were scored."""
-    if contract.model in NAMES:
-        name = NAMES[contract.model].get(str(contract.clients), "")
-        return [(r["round"], float(r[name])) for r in result.history if name in r]
-    scored = [record for record in result.history if f"{contract.model}_clients" in record]
     if not isinstance(contract.clients, str):
+        scored = [record for record in result.history if f"{contract.model}_clients" in record]
         rates = [(r["round"], r[f"{contract.model}_clients"].get(str(contract.clients))) for r in scored]
         if any(rate is None for _, rate in rates):
             raise Unscored(f"there is no client {contract.clients}")
         return [(round, float(rate)) for round, rate in rates]
-    evaluation = Evaluation(model=contract.model, clients=contract.clients, mean=contract.mean)  # type: ignore[arg-type]
-    if contract.clients == "participants":
-        scored = [record for record in scored if record["participants"]]
-    return [(r["round"], _refused(lambda r=r: evaluation.of([r]))) for r in scored]  # type: ignore[misc]
+    evaluation, series = _evaluation(contract, "last"), []
+    for record in records(result):
+        with contextlib.suppress(InputError):  # not scored in this round
+            series.append((record["round"], evaluation.of([record])))
+    return series
+
+
+def records(result: Result) -> list[dict[str, Any]]:
+    """Return the records of the rounds, the scores after the federation in the last one."""
+    *before, last = result.history
+    return [*before, {**last, **(result.after or {})}]
+
+
+def _evaluation(contract: Contract, round: str) -> Evaluation:
+    """Return the contract in the library's words."""
+    return Evaluation(
+        model=contract.model,
+        clients=contract.clients,  # type: ignore[arg-type]
+        mean=contract.mean,
+        round=round,  # type: ignore[arg-type]
+    )
 
 
 def clients(contract: Contract, result: Result) -> list[float]:
@@ -98,16 +96,17 @@ def clients(contract: Contract, result: Result) -> list[float]:
 def curve(contract: Contract, result: Result) -> Series:
     """Return a contract's curve by round, in the contract's unit."""
     if contract.metric == "loss-curve":
-        return loss_curve(result)
+        return loss_curve(contract, result)
     if contract.metric == "forgetting":
         key = f"{contract.part}_clients"
         return [(r["round"], 100 * float(np.mean(list(r[key].values())))) for r in result.history if r.get(key)]
     return [(round, 100 * value) for round, value in accuracies(contract, result)]
 
 
-def loss_curve(result: Result) -> Series:
-    """Return the training loss by round: the data term alone, where it was recorded."""
-    return [(r["round"], float(r["data_loss"])) for r in result.history if r.get("data_loss") is not None]
+def loss_curve(contract: Contract, result: Result) -> Series:
+    """Return the cross-entropy on the clients' training data by round, where it was taken."""
+    name = "generic_train_loss" if contract.model == "generic" else "train_loss"
+    return [(r["round"], float(r[name])) for r in result.history if name in r]
 
 
 def _at(series: Series, contract: Contract, scale: Scale) -> float:

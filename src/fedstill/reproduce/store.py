@@ -9,6 +9,7 @@ data lie, and how many processes train.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import re
@@ -21,6 +22,7 @@ from typing import Any
 from ..core import files, settings
 from ..core.files import Damaged
 from ..core.reading import Unreadable, field
+from ..core.training import FurtherScores
 from ..run.experiment import Experiment
 from ..run.journal import Journal, environment
 from ..run.prepare import pick_device
@@ -29,6 +31,12 @@ from .scale import Scale
 
 RUNS, RESULT = "runs", "result.json"
 LEFT_OUT = ("data_root", "workers")
+JOINING = ("newcomers", "join_epochs")  # settings of scores that change who trains
+BESIDE = (
+    "external",
+    *(f.name for f in settings.fields_of(FurtherScores) if f.name not in JOINING),
+)  # that change nothing
+DEFAULTS: dict[str, Any] = {f.name: f.default for f in settings.fields_of(Experiment) if f.name in BESIDE}
 FORMAT = 1
 
 
@@ -64,10 +72,17 @@ def values_of(experiment: Experiment) -> dict[str, Any]:
 
 
 def digest(experiment: Experiment, scale: Scale) -> str:
-    """Return the digest of an experiment: of the settings that are not defaults, so that a new setting changes none."""
+    """Return the digest of an experiment: of the settings that are not defaults, so that a new setting changes none.
+
+    What is scored beside is left out: a run with more scores has those of one with fewer.
+    """
     values, defaults = values_of(experiment), values_of(Experiment())
     method = values.pop("method")
-    given = {name: value for name, value in values.items() if value != defaults[name] or name == "device"}
+    given = {
+        name: value
+        for name, value in values.items()
+        if (value != defaults[name] or name == "device") and name not in BESIDE
+    }
     own = values_of(Experiment(method=type(experiment.method)()))["method"]
     given["method"] = {name: value for name, value in method.items() if name == "id" or value != own[name]}
     text = json.dumps({"settings": given, "scale": scale.share}, sort_keys=True)
@@ -83,15 +98,25 @@ class Store:
     def name(self, experiment: Experiment, scale: Scale) -> str:
         """Return the name of a run's folder."""
         data = re.sub(r"[^a-z0-9.]+", "-", Path(experiment.data).name.lower()).strip("-") or "data"
-        return f"{data[:40]}-{experiment.method.id}-seed{experiment.seed}-{digest(experiment, scale)[:12]}"
+        base = f"{data[:40]}-{experiment.method.id}-seed{experiment.seed}-{digest(experiment, scale)[:12]}"
+        beside = {name: getattr(experiment, name) for name in BESIDE}
+        asked = {name: value for name, value in beside.items() if value != DEFAULTS[name]}
+        return f"{base}-{files.digest(json.dumps(asked, sort_keys=True).encode())[:6]}" if asked else base
 
     def folder(self, name: str) -> Path:
         """Return a run's folder."""
         return self.out / RUNS / name
 
     def read(self, experiment: Experiment, scale: Scale) -> Result | None:
-        """Return the result of an experiment; None where there is none that is whole and of these very settings."""
-        name = self.name(experiment, scale)
+        """Return the result of an experiment, or of one with more scores; None where there is none that is whole."""
+        own = self.name(experiment, scale)
+        base = "-".join(own.split("-")[: -1 if _asks(experiment) else None])
+        others = sorted(path.name for path in (self.out / RUNS).glob(f"{glob.escape(base)}*") if path.name != own)
+        found = (self._read(name, experiment, scale) for name in (own, *others))
+        return next((result for result in found if result is not None), None)
+
+    def _read(self, name: str, experiment: Experiment, scale: Scale) -> Result | None:
+        """Return the result in a folder; None where it is none of this experiment."""
         folder = self.folder(name)
         try:
             record = files.unseal(folder / RESULT)
@@ -147,7 +172,15 @@ def today() -> str:
 def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
     """Return whether settings that were kept are those of now; what only one of the two has is a setting of another version."""
     one, other = _flat(before), _flat(now)
-    return all(one[name] == other[name] for name in one.keys() & other.keys())
+    return all(
+        one[name] == other[name] or (name in BESIDE and other[name] == DEFAULTS[name])
+        for name in one.keys() & other.keys()
+    )
+
+
+def _asks(experiment: Experiment) -> bool:
+    """Return whether anything is scored beside."""
+    return any(getattr(experiment, name) != DEFAULTS[name] for name in BESIDE)
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:

@@ -62,11 +62,16 @@ def record_of(exhibit: Exhibit, readings: Sequence[Reading], plan: Plan, command
         "scale": plan.scale.share,
         "scaled": "" if plan.scale.whole else plan.scale.words(),
         "cells": [_cell(reading, plan) for reading in readings],
-        "rankings": [
-            {"where": r.where, "tau": r.tau, "pairs": r.pairs, "holds": r.holds, "swaps": [asdict(s) for s in r.swaps]}
-            for r in rankings(exhibit, list(readings))
-        ],
+        "rankings": ranking_records(exhibit, readings),
     }
+
+
+def ranking_records(exhibit: Exhibit, readings: Sequence[Reading]) -> list[dict[str, Any]]:
+    """Return an exhibit's rankings as plain values."""
+    return [
+        {"where": r.where, "tau": r.tau, "pairs": r.pairs, "holds": r.holds, "swaps": [asdict(s) for s in r.swaps]}
+        for r in rankings(exhibit, list(readings))
+    ]
 
 
 def _cell(reading: Reading, plan: Plan) -> dict[str, Any]:
