@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Sequence
 
@@ -61,11 +62,13 @@ def _panel(panel: Panel, readings: Sequence[Reading], width: int) -> list[str]:
         lines.append("─" * used)
         for number, name in enumerate(names):
             parts = [blocks[column][number] for column in shown]
+            texts = []
             for i, head in enumerate(("published", "ours", "")):
-                label = name[i] if i < len(name) else ""
                 line = GAP.join(stack[i].rjust(wide[column]) for stack, column in zip(parts, shown, strict=True))
-                if line.strip() or label:
-                    lines.append(f"{label:<{first}}{GAP}{head:<9}{GAP}{line}".rstrip())
+                if any(stack[i] not in ("", NONE) for stack in parts):
+                    texts.append(f"{head:<9}{GAP}{line}")
+            for label, line in itertools.zip_longest(name, texts, fillvalue=""):
+                lines.append(f"{label:<{first}}{GAP}{line}".rstrip())
     return lines
 
 
