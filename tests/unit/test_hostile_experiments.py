@@ -16,6 +16,7 @@ from fedstill.cli import main, saved
 from fedstill.core import files
 from fedstill.core.errors import InputError, printable
 from fedstill.core.settings import fields_of
+from fedstill.run import groups
 from fedstill.run.experiment import FORMAT, Experiment
 
 SELF: list[Any] = []
@@ -191,6 +192,6 @@ def test_the_record_of_a_job_cannot_lead_out_of_its_folder(tmp_path: Path) -> No
     os.mkfifo(tmp_path / saved.JOB)
     with pytest.raises(InputError, match=r"job\.json is as fedstill wrote it"):
         saved.read_job(tmp_path)
-    os.mkfifo(tmp_path / saved.GROUPS)
+    os.mkfifo(tmp_path / groups.GROUPS)
     with pytest.raises(InputError, match=r"groups\.json is as fedstill wrote it"):
-        saved.Groups.read(tmp_path)
+        groups.Groups.read(tmp_path)

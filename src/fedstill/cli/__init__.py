@@ -16,7 +16,7 @@ from ..core import startup
 from ..core.errors import InputError, TrainingError, nearest
 from ..core.version import __version__
 from ..run import signals
-from . import costs, deploy, report, show, timeline, train
+from . import costs, deploy, papers, report, reproduce, show, timeline, train
 
 Command: TypeAlias = Callable[[Sequence[str]], None]
 
@@ -38,6 +38,11 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "site": (deploy.run_site, "a site: request, join, start, status, stop"),
     "costs": (costs.costs, "what a round costs by method: time, FLOPs, bytes, beside the first paper's numbers"),
     "report": (report.report, "write report.html, one page of results, from the folders of runs"),
+    "papers": (papers.papers, "list the papers' tables and figures: cells, data, cost here"),
+    "reproduce": (
+        reproduce.reproduce,
+        "run a paper's table or figure beside the published numbers: fedstill reproduce pfedsd/table2",
+    ),
     "timeline": (timeline.timeline, "draw a run's rounds in simulated time as a Gantt chart"),
     "methods": (show.methods, "list the methods, with their papers and flags"),
     "models": (show.models, "list the models"),
@@ -53,6 +58,7 @@ EXAMPLES = (
     ("fedstill costs fedavg pfedsd pfedme --model cnn-fmnist --no-time", "FLOPs and bytes of a round"),
     ("fedstill run pfedsd --profile lognormal:0.5 --drop 0.1 --out runs/slow", "on devices that differ, some lost"),
     ("fedstill report runs/all", "one page of results: who is best, and who should join"),
+    ("fedstill reproduce pfedkd-wcl/table1 --scale 0.1", "a published table, at a tenth of its size"),
     ("fedstill timeline runs/slow", "who worked and waited when"),
     ("fedstill data show --clients 10 --partition dirichlet:0.5", "who has which classes"),
     ("fedstill run runs/all/pfedsd/seed-0/experiment.toml --lr 0.05", "a saved run again, with one change"),

@@ -17,6 +17,7 @@ from ..report.text import Facts, partition_of
 from ..run import prepare, simulation, together
 from ..run.callbacks import Progress
 from ..run.experiment import check_format
+from ..run.groups import Groups
 from ..run.journal import Journal
 from ..run.legal import check_out
 from ..run.lock import FolderLock, check_free
@@ -26,7 +27,6 @@ from . import flags, folders, saved
 from .divisions import Divisions, seeded
 from .job import SWEEP, Job
 from .live import Watch, watch
-from .saved import Groups
 from .screen import results, say
 
 NOT_SAVED = "nothing was written: --out FOLDER saves the run (settings, metrics, checkpoints, picture)"
@@ -141,7 +141,7 @@ def _run_all(
 ) -> Results:
     """Run every experiment with every seed."""
     done = Results(beside={name: column for name, column in job.varied.items() if name in ("partition", "clients")})
-    groups = saved.Groups.read(job.out if job.several else None)
+    groups = Groups.read(job.out if job.several else None)
     with watch(list(job.experiments), job.first.rounds, job.seeds) as progress:
         for number in range(job.seeds):
             if number and not stacked:

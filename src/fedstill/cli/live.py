@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from ..report.costs import duration
 from .screen import console, say
 
 if TYPE_CHECKING:
@@ -59,21 +60,6 @@ class Meter:
         if not self._timed_rounds:
             return ""
         return f"{duration(self._timed_seconds / self._timed_rounds * (self.total - self.done))} left"
-
-
-def duration(seconds: float) -> str:
-    """Return a length of time in words, rounded up.
-
-    >>> duration(4.2), duration(200), duration(4000)
-    ('5 s', '3 min 20 s', '1 h 07 min')
-    """
-    rounded = int(-(-seconds // 1))
-    if rounded < 60:
-        return f"{rounded} s"
-    if rounded < 3600:
-        return f"{rounded // 60} min {rounded % 60:02d} s"
-    minutes = -(-rounded // 60)
-    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 class Watch:

@@ -58,6 +58,21 @@ def short(value: float) -> str:
     return f"{value:,.{2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0}f}"
 
 
+def duration(seconds: float) -> str:
+    """Return a length of time in words, rounded up.
+
+    >>> duration(4.2), duration(200), duration(4000)
+    ('5 s', '3 min 20 s', '1 h 07 min')
+    """
+    rounded = int(-(-seconds // 1))
+    if rounded < 60:
+        return f"{rounded} s"
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60:02d} s"
+    minutes = -(-rounded // 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
 def notes(costs: Mapping[str, Cost], rows: Sequence[Mapping[str, float | None]]) -> list[str]:
     """Explain the columns, and name what could not be counted."""
     headings = [heading for heading, _ in columns(rows)]
