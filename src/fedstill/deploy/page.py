@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core import reading
+from ..core.version import __version__
 from . import process
 from .folders import Hub
 from .jobs import JOB, OUTCOME, RUN, STATUS
@@ -55,7 +56,7 @@ def look(hub: Hub) -> View:
     nobody: dict[str, Any] = {"state": "never seen"}
     return View(
         hub=hub.name,
-        version=str(status.get("version", "")),
+        version=str(status.get("version") or __version__),
         at_work=at_work,
         at=float(status.get("at") or 0.0),
         now=time.time(),
