@@ -63,7 +63,7 @@ def curves(study: Study, classes: Styles) -> Html:
     notes = [f"Personal model, mean per client, on the clients' own test data{band}."]
     if hidden:
         notes.append(
-            f"The axis begins at {number(round(low, 1))} %; {hidden} point{'s' if hidden > 1 else ''} of early rounds below it."
+            f"The axis begins at {number(round(low, 1))} %; {hidden} {'points of early rounds lie' if hidden > 1 else 'point of an early round lies'} below it."
         )
     grey = len(classes) - len(coloured(classes))
     if grey:
