@@ -14,7 +14,7 @@ import pytest
 
 import fedstill as fs
 from fedstill.cli import main
-from fedstill.report.html import clients, curves, markup, page, read, results, style, svg, tables, verdicts
+from fedstill.report.html import clients, curves, gantt, markup, page, read, results, style, svg, tables, verdicts
 from fedstill.report.html.markup import csv, data_uri, tag
 from fedstill.report.html.svg import Frame, Scale, path, spread, ticks
 from fedstill.report.html.tables import Column, Table
@@ -298,3 +298,66 @@ def test_frames_leave_room_for_their_axes() -> None:
     assert frame.x.start > 30
     assert frame.y.start < 200 - 30
     assert frame.y(100) == frame.y.end
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_bars_of_a_client_are_where_its_times_say(ahead: bool, compared: Path) -> None:
+    line = {
+        "round": 1, "start": 10.0, "closed": 19.0, "end": 20.0, "clients": [0], "state": ["merged"], "folded": [], "hold": [0.0],
+        "download": [1.0], "generic": [3.0], "personal": [6.0 if ahead else 0.0], "upload": [2.0], "ahead": ahead,
+    }  # fmt: skip
+    drawn = gantt.draw(read.read([compared]).first, [line], 960)
+    bars = {}
+    for _, attributes in Checked(drawn).tags:
+        if (attributes.get("class") or "").startswith("bar ") and attributes["height"] not in (
+            "10",
+        ):  # those are the key's
+            x, y, width, height = (float(attributes[name] or 0) for name in ("x", "y", "width", "height"))
+            bars[attributes["class"]] = ((x - 44) / 90.2, (x + width - 44) / 90.2, y, height)
+    spans = {name: pytest.approx(span, abs=0.01) for name, span in {
+        "bar s4": (0, 1), "bar s0": (1, 4), "bar s5": (4, 6), "bar wait": (6, 10), **({"bar s3": (4, 10)} if ahead else {}),
+    }.items()}  # fmt: skip
+    assert {name: (first, last) for name, (first, last, _, _) in bars.items()} == spans
+    if ahead:  # messages and waiting above, work below
+        assert bars["bar wait"][2] + bars["bar wait"][3] <= bars["bar s3"][2] + 0.05
+    else:
+        assert len({height for _, _, _, height in bars.values()}) == 1
+
+
+DAMAGES = {
+    "metrics.jsonl": [
+        '{"round": 1}',
+        '{"round": 1, "personal_clients": []}',
+        '{"round": 1, "personal_clients": {"a": "b"}, "seconds": 1}',
+        "[1]",
+        "",
+    ],
+    "partition.json": ["[]", "{", '{"names": 3, "labels": {}}', '{"hash": {"a": 1}, "names": [1]}'],
+    "environment.json": ["null", '{"python": []}'],
+    "experiment.toml": ["", "seed = 1", 'seed = "x"\nrounds = 2\n[method]\nid = "a"', "[[method]]"],
+    "scores.json": ["7", '{"new": "much"}'],
+    "timeline.jsonl": ['{"round": 1}', '{"round": 1, "start": "a", "clients": 3}'],
+    "answers.json": ["{}", '{"clients": 3}'],
+    "../../summary.json": [
+        "{",
+        '{"format": 1, "fedstill": "x", "methods": {"a": 3}, "failed": 5}',
+        '{"format": 1, "fedstill": 3, "methods": {}, "scores": []}',
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [(name, content) for name, contents in DAMAGES.items() for content in contents]
+)
+def test_a_damaged_folder_gives_a_page_or_one_line(
+    name: str, content: str, compared: Path, tmp_path: Path, capsys
+) -> None:
+    shutil.copytree(compared, tmp_path / "copy")
+    (tmp_path / "copy" / "local" / "seed-0" / name).write_text(content)
+    status = main(["report", str(tmp_path / "copy"), "--out", str(tmp_path / "page.html")])
+    said = capsys.readouterr()
+    assert status in (0, 2)
+    assert (tmp_path / "page.html").exists() == (status == 0)
+    if status:
+        assert said.err.startswith("fedstill: ")
+        assert said.err.count("\n") == 1

@@ -62,9 +62,8 @@ def curves(study: Study, classes: Styles) -> Html:
     band = "; band: ± standard deviation over seeds" if study.seeds > 1 else ""
     notes = [f"Personal model, mean per client, on the clients' own test data{band}."]
     if hidden:
-        notes.append(
-            f"The axis begins at {number(round(low, 1))} %; {hidden} point{'s' if hidden > 1 else ''} of early rounds below it."
-        )
+        below = f"{hidden} points of early rounds lie" if hidden > 1 else "1 point of an early round lies"
+        notes.append(f"The axis begins at {number(round(low, 1))} %; {below} below it.")
     grey = len(classes) - len(coloured(classes))
     if grey:
         notes.append(f"In colour: the best, the baselines and those asked for; grey: {grey} others (point at a line).")

@@ -126,16 +126,9 @@ def _client(run: Result, line: Line, i: int, frame: Frame, y: float, height: flo
             )
         at += 0.0 if ahead and name == "personal" else length
     if state == "merged" and line["end"] > at:
-        parts.append(
-            tag(
-                "rect",
-                x=round(frame.x(at), 1),
-                y=round(y, 1),
-                width=round(frame.x(line["end"]) - frame.x(at), 1),
-                height=round(height, 1),
-                cls="bar wait",
-            )
-        )
+        width = round(frame.x(line["end"]) - frame.x(at), 1)
+        half = round(height / 2 if ahead else height, 1)  # wait-free: messages above, work below
+        parts.append(tag("rect", x=round(frame.x(at), 1), y=round(y, 1), width=width, height=half, cls="bar wait"))
     if state in MARKS:
         parts.append(
             tag(

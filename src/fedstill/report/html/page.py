@@ -29,7 +29,13 @@ def write(folders: Sequence[Path], out: Path | None = None, method: str = "", li
     `method` is the one to draw in colour and to show client by client, `line` the command that made the folders.
     """
     target = out or folders[0] / REPORT
-    text = render(read(folders, line), method)
+    try:
+        text = render(read(folders, line), method)
+    except InputError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        reason = f"folders whose files are as fedstill wrote them ({type(error).__name__}: {error})"
+        raise InputError("folder", ", ".join(map(str, folders)), reason) from error
     files.write(target, text.encode())
     return target
 
@@ -117,7 +123,7 @@ def _facts(study: Study) -> str:
     settings, partition = first.settings, first.partition
     parameter = partition.get("parameter")
     kind = f"{partition.get('kind', '')}{'' if parameter is None else f':{parameter}'}"
-    clients = len(first.last["personal_clients"])
+    clients = max(len(run.last["personal_clients"]) for runs in study.runs.values() for run in runs)
     phrases = [
         f"data {settings.get('data', '')}",
         f"{clients} clients{f' by {kind}' if kind else ''}",

@@ -54,6 +54,8 @@ def results(study: Study, tested: Differences | None, found: Mapping[str, list[V
         f"personal %: {Evaluation()}; ± standard deviation over {'seeds (n − 1)' if study.seeds > 1 else 'clients'}"
     ]
     if tested:
+        if len({difference.units for difference in tested.pairs.values()}) > 1:
+            notes.append("vs best: on the clients that both have, which are not all where some were not scored")
         notes.append(f"p and {ALIKE}: {tested.words()}. {ALIKE} not shown to differ from {best}.")
     notes.append("worst 10 %: mean of the worst tenth of clients")
     notes += [f"generic %: {GENERIC[name]}" for name in dict.fromkeys(generic.values()) if name]
