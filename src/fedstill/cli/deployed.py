@@ -186,7 +186,8 @@ def _site_start(given: Mapping[str, Any], words: Sequence[str]) -> None:
     if "data" in given:
         path = str(Path(given["data"]).absolute())
         device, split = given.get("site_device", "auto"), given.get("split", "80/20")
-        settings = Settings(path, split, device, given.get("monitor", ""), "audit" in given)
+        kept = {name: flags.whole_number(given, name, 0, 0) for name in ("save_every_epochs", "save_every_steps")}
+        settings = Settings(path, split, device, given.get("monitor", ""), "audit" in given, **kept)
     elif (site.folder / "settings.json").exists():
         settings = Settings.read(site.folder)
     else:

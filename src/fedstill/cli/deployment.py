@@ -13,6 +13,12 @@ OPTIONS = {  # by flag: its value's name, and its help
     "split": ("A/B", "divides data without a test part of its own into train and test [default 80/20]"),
     "site_device": ("DEVICE", "auto, cpu, cuda or cuda:N [default auto]"),
     "monitor": ("CONDITIONS", "work only if these hold, as battery>20,load<0.8"),
+    "save_every_epochs": (
+        "N",
+        "keep a round under way after every N epochs, to go on there after a kill [default: each epoch that leaves at most "
+        "a twentieth of the time to it]",
+    ),
+    "save_every_steps": ("N", "keep a round under way after every N steps"),
     "sites": ("NAMES", "the sites that take part, joined by commas; for deploy-demo their number [default all, 3]"),
     "wait": ("SECONDS", "how long sites that are away are waited for before the first round [default 120]"),
     "round_deadline": (

@@ -31,6 +31,7 @@ from .data import Own
 from .folders import Hub, Site
 from .keeper import REFUSED
 from .process import UP, Settings
+from .savepoint import Often
 from .site import Station, Unreachable, attend
 
 CHANNEL, TOPIC = "fedstill", "talk"
@@ -109,7 +110,8 @@ class SitePart(FLComponent):  # type: ignore[misc]
                 print(line, flush=True)
 
             runs, device = self.site.folder / "runs", settings.device
-            station = Station(runs, own, device=device, monitor=monitor, log=log, audit=settings.audit)
+            often = Often(settings.save_every_epochs, settings.save_every_steps)
+            station = Station(runs, own, device=device, monitor=monitor, log=log, audit=settings.audit, often=often)
 
             def talk(header: Any, body: bytes) -> tuple[dict[str, Any], bytes]:
                 reply = cell.send_request(

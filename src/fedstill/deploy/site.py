@@ -2,6 +2,7 @@
 
     runs/RUN/state.bin           what is kept for the client, and the last reply, written before the reply leaves
     runs/RUN/round-000003.bin    the same as it was when the hub had kept that round; the newest two
+    runs/RUN/half.bin            the work under way (`savepoint`)
     runs/RUN/personal.safetensors    the model that serves the site, as it was last scored
 
 An order that comes again, because the site or the hub was restarted, is answered by the reply that was kept: it is carried out
@@ -11,10 +12,7 @@ once. A hub that goes on after round t has the site go back to what it kept then
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import shutil
-import struct
 import threading
 import time
 import tomllib
@@ -37,13 +35,12 @@ from ..transport import wire
 from ..transport.messages import Order, Reply
 from .chain import AUDIT, LOG, ORDERS, Chain, digest, read
 from .data import Own
+from .savepoint import Kept, Often, Savepoint, seal, unseal
 
-MAGIC = b"fedstill-state-1"
 KEEP = 2  # rounds, as many as the hub keeps checkpoints
 WORKING = ("train", "begin", "idle")  # orders that change what is kept
 Log = Callable[[str], None]
 OPENING = ("run", "attempt", "round", "client", "clients", "classes", "experiment")  # what the hub says of a run
-Kept: TypeAlias = tuple[dict[str, Any], bytes, bytes]  # what a file says of itself, the client's state, the last reply
 Talk: TypeAlias = Callable[[Mapping[str, Any], bytes], tuple[dict[str, Any], bytes]]
 """Sends the hub a message, a header and bytes, and returns its answer; raises `Unreachable`."""
 PAUSE = 0.5  # seconds before a hub that could not be reached is asked again
@@ -65,12 +62,13 @@ class Station:
         monitor: Monitor | None = None,
         log: Log = lambda line: None,
         audit: bool = False,
+        often: Often | None = None,
     ) -> None:
         """Keep everything under `folder`; train on `device` whatever the hub's experiment says.
 
-        With `audit` all orders are kept, so that every round can be done again.
+        With `audit` all orders are kept, so that every round can be done again. `often` says when work under way is kept.
         """
-        self.audit = audit
+        self.audit, self.often = audit, often or Often()
         self.folder, self.own, self.device, self.monitor, self.log = folder, own, device, monitor, log
         self.key: tuple[str, int] | None = (
             None  # of the run that is open: its id, and which of the hub's attempts at it
@@ -103,7 +101,7 @@ class Station:
         self._run, self.key, self._last = self.folder / run, (run, attempt), (0, b"")
         files.make_folder(self._run)
         self._reset()
-        kept = _unseal(self._run / "state.bin")
+        kept = unseal(self._run / "state.bin")
         if kept is not None and kept[0]["attempt"] == attempt:
             self._put(kept[1])
             self._last = int(kept[0]["order"]), kept[2]
@@ -157,6 +155,13 @@ class Station:
         """Have the client begin anew."""
         self._edge = edge_of([self._sim]).edge
         self._edge.monitors = [self.monitor]
+        self._edge.savepoint = self._savepoint
+
+    def _savepoint(self, order: Order) -> Savepoint | None:
+        """Return what keeps an order's work while it goes on."""
+        assert self.key is not None
+        about = {"attempt": self.key[1], "order": order.id, "round": order.round}
+        return Savepoint(self._run / "half.bin", about, self._sim.device, self.often, self.log)
 
     def _state(self) -> Reply:
         """Return all that is kept for the client."""
@@ -176,12 +181,13 @@ class Station:
         self._last = order.id, answer
         assert self.key is not None
         about = {"attempt": self.key[1], "order": order.id, "round": order.round}
-        _write(self._run / "state.bin", about, wire.encode(self._state()), answer)
+        seal(self._run / "state.bin", about, wire.encode(self._state()), answer)
+        (self._run / "half.bin").unlink(missing_ok=True)
 
     def _snapshot(self, round: int, state: Reply) -> None:
         """Keep what is kept now as that of a round."""
         assert self.key is not None
-        _write(self._run / f"round-{round:06d}.bin", {"attempt": self.key[1], "round": round}, wire.encode(state), b"")
+        seal(self._run / f"round-{round:06d}.bin", {"attempt": self.key[1], "round": round}, wire.encode(state), b"")
         for old in sorted(self._run.glob("round-*.bin"))[:-KEEP]:
             old.unlink()
 
@@ -190,18 +196,18 @@ class Station:
 
         A site that was away when that round was kept has nothing of its name: what it had last is as old, or older.
         """
-        named = _unseal(self._run / f"round-{round:06d}.bin")
+        named = unseal(self._run / f"round-{round:06d}.bin")
         if named is None and kept is not None and int(kept[0]["round"]) <= round:
             named = kept
         for file in sorted(self._run.glob("round-*.bin"), reverse=True):
             if named is None and int(file.stem.removeprefix("round-")) < round:
-                named = _unseal(file)
+                named = unseal(file)
         if named is not None:
             self._put(named[1])
 
     def _restore(self, order: Order) -> bytes:
         """Go back to what was kept at the end of a round."""
-        kept = _unseal(self._run / f"round-{order.round:06d}.bin")
+        kept = unseal(self._run / f"round-{order.round:06d}.bin")
         if kept is None:
             return _refuse(order, f"what it kept of round {order.round} is not there any more, or damaged")
         for later in self._run.glob("round-*.bin"):
@@ -279,26 +285,3 @@ def _refuse(order: Order, reason: str) -> bytes:
     return wire.encode(
         Reply(order.kind, order.round, order.client, run=order.run, refusal=reason[:300], order=order.id)
     )
-
-
-def _write(path: Path, about: Mapping[str, Any], state: bytes, reply: bytes) -> None:
-    """Write a file of state durably: in full, or not at all."""
-    head = json.dumps({**about, "state": len(state), "reply": len(reply)}).encode()
-    body = struct.pack("<Q", len(head)) + head + state + reply
-    files.write(path, MAGIC + hashlib.sha256(body).digest() + body)
-
-
-def _unseal(path: Path) -> Kept | None:
-    """Return what `_write` wrote; None where there is nothing, or not all of it as it was."""
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return None
-    begin = len(MAGIC) + 32
-    body = memoryview(data)[begin:]
-    if data[: len(MAGIC)] != MAGIC or hashlib.sha256(body).digest() != data[len(MAGIC) : begin]:
-        return None
-    (length,) = struct.unpack_from("<Q", body)
-    about = json.loads(bytes(body[8 : 8 + length]))
-    rest = bytes(body[8 + length :])
-    return about, rest[: about["state"]], rest[about["state"] :]

@@ -19,6 +19,7 @@ from ..core.task import Site, Task
 from ..core.tree import Tree
 from ..data.samples import Part
 from ..nn.net import Net
+from .progress import Savepoint
 
 SMALL = 20_000_000  # parameters × batch size below which a step is mostly overhead
 PartName: TypeAlias = Literal["all", "generic", "idle"]
@@ -43,6 +44,7 @@ class Work:
     steps: int = 0  # of an idle part
     last: int = 0  # the round in which the client last trained; 0: never
     watch: bool = False  # also return the model that was trained last, as `local["trained"]`
+    savepoint: Savepoint | None = None  # keeps the work while it goes on (engine `one`, in this process)
 
     def __post_init__(self) -> None:
         if self.part not in get_args(PartName):
