@@ -70,10 +70,12 @@ class Party:
         self.cut: set[str] = set()  # sites whose network is cut
         self.wire: list[tuple[str, dict[str, Any], bytes]] = []  # what sites have sent
         self.monitors: dict[str, Any] = {}
+        self.more: dict[str, dict[str, Any]] = {}  # by site what else its station is given
 
     def start(self, name: str) -> None:
         own = Own(self.federation.clients[NAMES.index(name)], self.federation.classes)
-        station = OneAtATime(self.folder / name, own, device="cpu", monitor=self.monitors.get(name), audit=True)
+        more = {"monitor": self.monitors.get(name), "audit": True, **self.more.get(name, {})}
+        station = OneAtATime(self.folder / name, own, device="cpu", **more)
 
         def talk(header: Any, body: bytes) -> Any:
             if name in self.cut:
@@ -92,7 +94,7 @@ class Party:
 
     def run(self, method: Any, out: str = "run", **changed: Any) -> fs.Run:
         assert not self.desk.wait_for(NAMES, 20)
-        more = {name: changed.pop(name) for name in ("deadline", "progress", "audit") if name in changed}
+        more = {name: changed.pop(name) for name in ("deadline", "progress", "audit", "secret") if name in changed}
         experiment = Experiment(method=method, **{**HELD, **changed})
         return hubs.run(self.desk, experiment, NAMES, self.folder / out, **more)
 
@@ -398,7 +400,7 @@ def test_sites_that_do_not_fit_are_named(field: str, value: object, named: str, 
 SIMULATED = [("new", True), ("external", "digits"), ("profile", "uniform"), ("attack", "sign-flip"), ("newcomers", 1)]
 
 
-@pytest.mark.parametrize(("name", "value"), [*SIMULATED, ("privacy", "central"), ("privacy", "local")])
+@pytest.mark.parametrize(("name", "value"), SIMULATED)
 def test_what_needs_simulation_is_refused(name: str, value: object) -> None:
     with pytest.raises(InputError, match=name):
         hubs.check(Experiment(method=METHODS["pfedsd"](), **{**HELD, name: value}))

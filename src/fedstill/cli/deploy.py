@@ -35,7 +35,17 @@ SITE_WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "join": ("KIT: take what the hub has approved", ()),
     "start": (
         "start the site",
-        ("data", "split", "site_device", "monitor", "save_every_epochs", "save_every_steps", "audit", "foreground"),
+        (
+            "data",
+            "split",
+            "site_device",
+            "monitor",
+            "save_every_epochs",
+            "save_every_steps",
+            "max_epsilon",
+            "audit",
+            "foreground",
+        ),
     ),
     "status": ("show whether the site is at work, and its models", ()),
     "audit": ("check the site's logs, and train what was kept again", ()),

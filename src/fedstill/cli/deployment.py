@@ -19,6 +19,10 @@ OPTIONS = {  # by flag: its value's name, and its help
         "a twentieth of the time to it]",
     ),
     "save_every_steps": ("N", "keep a round under way after every N steps"),
+    "max_epsilon": (
+        "EPSILON",
+        "take part in runs with --privacy local alone, and stop before all of them together cost more [default: no bound]",
+    ),
     "sites": ("NAMES", "the sites that take part, joined by commas; for deploy-demo their number [default all, 3]"),
     "wait": ("SECONDS", "how long sites that are away are waited for before the first round [default 120]"),
     "round_deadline": (

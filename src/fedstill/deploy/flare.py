@@ -29,6 +29,7 @@ from ..edge.monitor import SystemMonitor
 from . import office
 from .data import Own
 from .folders import Hub, Site
+from .hidden import secret_in
 from .keeper import REFUSED
 from .process import UP, Settings
 from .savepoint import Often
@@ -111,7 +112,17 @@ class SitePart(FLComponent):  # type: ignore[misc]
 
             runs, device = self.site.folder / "runs", settings.device
             often = Often(settings.save_every_epochs, settings.save_every_steps)
-            station = Station(runs, own, device=device, monitor=monitor, log=log, audit=settings.audit, often=often)
+            station = Station(
+                runs,
+                own,
+                device=device,
+                monitor=monitor,
+                log=log,
+                audit=settings.audit,
+                often=often,
+                secret=secret_in(self.site.folder),
+                max_epsilon=settings.max_epsilon,
+            )
 
             def talk(header: Any, body: bytes) -> tuple[dict[str, Any], bytes]:
                 reply = cell.send_request(

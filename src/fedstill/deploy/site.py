@@ -12,6 +12,7 @@ once. A hub that goes on after round t has the site go back to what it kept then
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 import threading
 import time
@@ -25,16 +26,19 @@ import torch
 from ..core import files
 from ..core.errors import InputError, Shown, TrainingError, first_line
 from ..core.memory import available
+from ..core.secret import Secret
+from ..core.settings import values_of
 from ..core.version import __version__
 from ..edge.edge import Edge
 from ..edge.monitor import Monitor
 from ..run.experiment import Experiment
-from ..run.prepare import from_experiment
+from ..run.prepare import Simulation, from_experiment
 from ..run.session import edge_of
 from ..transport import wire
 from ..transport.messages import Order, Reply
 from .chain import AUDIT, LOG, ORDERS, Chain, digest, read
 from .data import Own
+from .hidden import SiteBooks, check_local, spent_at
 from .savepoint import Kept, Often, Savepoint, seal, unseal
 
 KEEP = 2  # rounds, as many as the hub keeps checkpoints
@@ -63,11 +67,16 @@ class Station:
         log: Log = lambda line: None,
         audit: bool = False,
         often: Often | None = None,
+        secret: Secret | None = None,
+        max_epsilon: float = 0.0,
     ) -> None:
         """Keep everything under `folder`; train on `device` whatever the hub's experiment says.
 
         With `audit` all orders are kept, so that every round can be done again. `often` says when work under way is kept.
+        Noise of differential privacy is drawn from `secret`; without one there is none. `max_epsilon` is what the site's
+        runs may cost together, and then all must have privacy "local"; 0: what each run says.
         """
+        self.secret, self.max_epsilon = secret, max_epsilon
         self.audit, self.often = audit, often or Often()
         self.folder, self.own, self.device, self.monitor, self.log = folder, own, device, monitor, log
         self.key: tuple[str, int] | None = (
@@ -88,11 +97,14 @@ class Station:
             )
         experiment = Experiment.from_values(tomllib.loads(str(about["experiment"])))
         # what the hub says of data and machines does not hold here: nothing but the site's own data is read
-        experiment = dataclasses.replace(experiment, data="digits", data_root="", external="", device=self.device)
+        here: dict[str, Any] = {"engine": "one", "workers": 1, "device": self.device}
+        experiment = dataclasses.replace(experiment, data="digits", data_root="", external="", **here)
         federation = self.own.among(client, int(about["clients"]), int(about["classes"]))
         sim, _ = from_experiment(experiment, federation)
-        sim = dataclasses.replace(sim, trainer=sim.trainer.over(sim.trainer.bench, together=1))
-        self._sim, self._client = sim, client
+        hidden = self._hidden(about, sim, checksum)
+        bench = dataclasses.replace(sim.trainer.bench, hidden=hidden)
+        sim = dataclasses.replace(sim, trainer=sim.trainer.over(bench, together=1))
+        self._sim, self._client, self._protected = sim, client, hidden is not None
         audit = self.folder / run / AUDIT
         entries, _ = read(audit / LOG) if (audit / LOG).exists() else ([], [])
         self._logged = next((entry["order"] for entry in reversed(entries) if entry["what"] == "reply"), 0)
@@ -108,6 +120,32 @@ class Station:
             self.log(f"run {run}: goes on from what was kept")
         elif int(about["round"]):
             self._go_back(int(about["round"]), kept)
+
+    def _hidden(self, about: Mapping[str, Any], sim: Simulation, checksum: str) -> SiteBooks | None:
+        """Return what noise is drawn from; refuse a run that would reveal more than it says, or than the owner allows."""
+        training = sim.training
+        if training.privacy != "local":
+            if self.max_epsilon:
+                raise InputError("privacy", training.privacy, "'local': this site's owner has set a bound for ε")
+            return None
+        if self.secret is None:
+            raise InputError("privacy", "local", "'off' at a site without a secret, from which its noise is drawn")
+        check_local(sim.method, sim.task)
+        folder, run = self.folder / str(about["run"]), str(about["run"])
+        most = 0.0
+        if self.max_epsilon:
+            others = sum(spent_at(path) for path in self.folder.glob("*") if path.name != run)
+            most = self.max_epsilon - others
+            if most <= 0:
+                raise InputError(
+                    "privacy", "local", f"more than ε {others:.4g}, which this site's other runs have cost"
+                )
+        assert sim.experiment is not None
+        work = {**values_of(training), "method": sim.method.id, **values_of(sim.method)}
+        work |= {"model": sim.experiment.model, "head": sim.experiment.head, "data": checksum}
+        bound = {"run": run, **{name: int(about[name]) for name in ("client", "clients", "classes")}}
+        bound["work"] = json.dumps(work, sort_keys=True, default=str)
+        return SiteBooks(folder, self.secret, bound, training, training.batch_size, most)
 
     def handle(self, data: bytes) -> bytes:
         """Carry out an order, once, and return the reply."""
@@ -134,6 +172,8 @@ class Station:
             return self._restore(order)
         if order.kind == "model":
             return _refuse(order, "the personal model stays at the site")
+        if self._protected and (order.watch or order.kind not in ("train", "score", "state")):
+            return _refuse(order, f"{order.kind} would reveal more than privacy 'local' counts")
         assert self._edge is not None
         try:
             (reply,) = self._edge.handle([order])

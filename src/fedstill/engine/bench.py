@@ -15,6 +15,7 @@ from torch import Tensor
 from ..core.method import Method, Phase
 from ..core.optim import SGD
 from ..core.plan import JointPlan, Plan
+from ..core.secret import Secret
 from ..core.task import Site, Task
 from ..core.tree import Tree
 from ..data.samples import Part
@@ -136,6 +137,7 @@ class Bench:
     plan: Plan | JointPlan
     data: ClientData
     varied: Mapping[str, Sequence[float]] = field(default_factory=dict)  # fields that differ between clients
+    hidden: Hidden | None = None  # what DP-SGD draws from at a client whose server must not know it (engine `one`)
 
     @property
     def net(self) -> Net:
@@ -212,6 +214,16 @@ class Bench:
         when = torch.tensor(float(last), dtype=torch.float64, device=y.device)
         task = self.at(round, Site(x, y, index, x.new_tensor(len(y)), x.new_tensor(steps), when))
         return dataclasses.replace(task, lr=self.varied["lr"][client]) if "lr" in self.varied else task
+
+
+class Hidden(Protocol):
+    """Gives a client's work the secret that its batches and its noise are drawn from."""
+
+    def of(self, round: int, work: Work, samples: int, steps: int) -> Secret:
+        """Return it, the same for the same work alone: whatever could make the upload another one makes another secret.
+
+        `steps` is how many of DP-SGD the work takes. Raises `TrainingError` where they would cost too much.
+        """
 
 
 class TooMany(Exception):

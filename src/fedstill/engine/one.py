@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -50,6 +51,10 @@ def _train(bench: Bench, round: int, work: Work, perceptron: Perceptron | None) 
     phases = [(number, phase, bench.length(work, epochs)) for number, phase, epochs in bench.part(work.part, round)]
     steps = sum(count for _, _, count in phases)
     x, y = task.here().x, task.here().y
+    if bench.hidden is not None and task.private is not None:
+        noisy = sum(count for _, phase, count in phases if bench.private(phase))
+        secret = bench.hidden.of(round, work, len(y), noisy)
+        task = dataclasses.replace(task, private=dataclasses.replace(task.private, secret=secret))
     memory = tree.fit_rows(work.memory, method.per_sample, len(y))
     local, arguments = work.local if work.part == "idle" else {}, versions(down=work.down, memory=memory)
     total = torch.zeros((), dtype=x.dtype, device=x.device)
@@ -148,8 +153,12 @@ def run_phase(
     before = tree.clone(params) if phase.after_epoch is not None else params
     for name, value in past.get("before", {}).items():
         before[name].copy_(value)
-    drawn = _private_batches if bench.private(phase) else _batches
-    for count, batch in enumerate(drawn(bench, round, client, steps, done, number), start=done + 1):
+    drawn = (
+        _private_batches(bench, task, round, number, client, steps, done)
+        if bench.private(phase)
+        else _batches(bench, round, client, steps, done)
+    )
+    for count, batch in enumerate(drawn, start=done + 1):
         grads, loss, _ = step.gradient(by_autograd, weights, buffers, fixed, local, batch)
         sgd.update(values, [grads[name] for name in names], state)
         total += loss
@@ -170,7 +179,7 @@ def run_phase(
     return {**local, phase.model: trained}
 
 
-def _batches(bench: Bench, round: int, client: int, steps: int, done: int = 0, phase: int = 0) -> Iterator[Batch]:
+def _batches(bench: Bench, round: int, client: int, steps: int, done: int = 0) -> Iterator[Batch]:
     """Yield the client's first batches of a round but for those that are `done`: one gather per epoch, then slices of it."""
     x, y = bench.data.train.of(client)
     size, per_epoch = min(bench.plan.batch_size, len(y)), bench.plan.steps(len(y), 1)
@@ -186,11 +195,15 @@ def _batches(bench: Bench, round: int, client: int, steps: int, done: int = 0, p
 
 
 def _private_batches(
-    bench: Bench, round: int, client: int, steps: int, done: int = 0, phase: int = 0
+    bench: Bench, task: Task, round: int, phase: int, client: int, steps: int, done: int
 ) -> Iterator[Batch]:
     """Yield the batches of a phase of DP-SGD; of a batch without samples nothing but its noise is left."""
     x, y = bench.data.train.of(client)
-    drawn, noise = bench.plan.private(round, phase, client, len(y), steps)
+    secret = None if task.private is None else task.private.secret
+    if secret is None:
+        drawn, noise = bench.plan.private(round, phase, client, len(y), steps)
+    else:
+        drawn, noise = secret.private(phase, len(y), steps, bench.plan.batch_size)
     for rows, key in zip(drawn[done:], put(noise[done:], x.device), strict=True):
         index = put(rows if len(rows) else [0], x.device)
         yield Batch(x[index], y[index], index, key, None if len(rows) else x.new_zeros(1))
