@@ -19,8 +19,9 @@ from typing import Any
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey
-from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, ReturnCode
+from nvflare.fuel.f3.cellnet.defs import CellChannel, MessageHeaderKey, ReturnCode
 from nvflare.fuel.f3.message import Message
+from nvflare.private.admin_defs import error_reply
 from nvflare.private.defs import CellMessageHeaderKeys
 
 from ..core import files, reading
@@ -98,7 +99,18 @@ class SitePart(FLComponent):  # type: ignore[misc]
         if event_type == EventType.SYSTEM_START and not self._begun:
             self._begun = True
             cell = fl_ctx.get_prop(FLContextKey.SITE_OBJ).cell
+            cell.register_request_cb(channel=CellChannel.CLIENT_MAIN, topic="*", cb=self._refuse)
             threading.Thread(target=self._work, args=(cell,), name="station", daemon=True).start()
+
+    def _refuse(self, request: Any) -> Any:
+        """Refuse what FLARE's own server could ask of a client: jobs, with code or without, shell commands, a restart.
+
+        FLARE checks the rights of a user that the hub names, so these are no obstacle to a hub.
+        """
+        what = str(getattr(request.payload, "topic", "a message"))[:40]
+        why = f"refused {what!r} of the hub: a site takes fedstill's orders, no job and no code"
+        print(why, flush=True)
+        return Message({MessageHeaderKey.RETURN_CODE: ReturnCode.OK}, error_reply(why))
 
     def _work(self, cell: Any) -> None:
         try:
