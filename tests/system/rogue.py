@@ -63,11 +63,12 @@ def lying_site() -> None:
 
 
 def commanding_hub() -> None:
-    """Once a file `go` is in its folder, have site a take a FLARE job with code of the hub's, start it, and run a shell command."""
-    from fedstill.deploy import flare
+    """Once its folder has a file `go`, have site a take a FLARE job with code of the hub, start it, and run a shell command."""
     from nvflare.fuel.f3.cellnet.defs import CellChannel
     from nvflare.private.admin_defs import Message
     from nvflare.private.defs import RequestHeader, TrainingTopic, new_cell_message
+
+    from fedstill.deploy import flare
 
     begin = flare.HubPart.handle_event
 

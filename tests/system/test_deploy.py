@@ -140,10 +140,10 @@ def test_killed_hubs_and_sites_come_to_the_same_bits(party: demo.Party) -> None:
 
 def test_a_site_that_hangs_is_missed_at_the_deadline_and_counts_again_later(party: demo.Party) -> None:
     experiment = Experiment(method=METHODS["pfedsd"](), **{**HELD, "rounds": 6, "epochs": 40})
-    job, missing, stopped = jobs.submit(party.hub, experiment, NAMES, deadline=3.0), [], 0
+    job, missing, stopped = jobs.submit(party.hub, experiment, NAMES, deadline=5.0), [], 0
     for record in jobs.follow(job, lambda: True):
         missing.append(record["missing"])
-        assert record["seconds"] < 3 * 3 + 5  # training, scores, state
+        assert record["seconds"] < 3 * 5 + 5  # training, scores, state
         if record["round"] == 1:
             stopped = int((party.site("b") / keeper.PROCESS).read_text())
             os.kill(stopped, signal.SIGSTOP)
@@ -218,7 +218,8 @@ def test_strangers_and_imposters_are_kept_out_and_the_run_is_unaffected(party: d
             time.sleep(0.5)
         seen = {why: bool(sign()) for why, sign in signs.items()}
         assert all(seen.values()), (seen, log_of(party.hub.folder)[-4000:])
-        assert not any((folder / process.UP).exists() for folder in folders.values())
+        let_in = [why for why, folder in folders.items() if (folder / process.UP).exists()]
+        assert not let_in, [log_of(folders[why])[-3000:] for why in let_in]
     finally:
         for folder in folders.values():
             process.stop(folder)

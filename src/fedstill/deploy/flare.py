@@ -19,7 +19,7 @@ from typing import Any
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey
-from nvflare.fuel.f3.cellnet.defs import CellChannel, MessageHeaderKey, ReturnCode
+from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, ReturnCode
 from nvflare.fuel.f3.message import Message
 from nvflare.private.admin_defs import error_reply
 from nvflare.private.defs import CellMessageHeaderKeys
@@ -98,8 +98,10 @@ class SitePart(FLComponent):  # type: ignore[misc]
         """Begin when FLARE's client is registered."""
         if event_type == EventType.SYSTEM_START and not self._begun:
             self._begun = True
-            cell = fl_ctx.get_prop(FLContextKey.SITE_OBJ).cell
-            cell.register_request_cb(channel=CellChannel.CLIENT_MAIN, topic="*", cb=self._refuse)
+            client = fl_ctx.get_prop(FLContextKey.SITE_OBJ)
+            cell, agent = client.cell, client.engine.admin_agent
+            agent._dispatch_request = self._refuse  # FLARE registers it again from time to time
+            agent.register_cell_cb()
             threading.Thread(target=self._work, args=(cell,), name="station", daemon=True).start()
 
     def _refuse(self, request: Any) -> Any:

@@ -175,6 +175,8 @@ class Station:
         if self._protected and (order.watch or order.kind not in ("train", "score", "state")):
             return _refuse(order, f"{order.kind} would reveal more than privacy 'local' counts")
         assert self._edge is not None
+        if order.kind == "train" and order.taken and self._lost():
+            return _refuse(order, f"what it kept of this run is gone, though its round {order.taken} has counted")
         try:
             (reply,) = self._edge.handle([order])
         except (TrainingError, InputError, RuntimeError, MemoryError) as error:
@@ -196,6 +198,11 @@ class Station:
         self._edge = edge_of([self._sim]).edge
         self._edge.monitors = [self.monitor]
         self._edge.savepoint = self._savepoint
+
+    def _lost(self) -> bool:
+        """Return whether the client has not trained as far as is known here, where that matters."""
+        assert self._edge is not None
+        return not self._edge.last.get(self._client) and (self._protected or bool(self._edge.store.read(self._client)))
 
     def _savepoint(self, order: Order) -> Savepoint | None:
         """Return what keeps an order's work while it goes on."""
@@ -286,8 +293,9 @@ def attend(station: Station, talk: Talk, stop: threading.Event, on_known: Callab
             if do == "hello":
                 about = {**station.own.about(), "machine": machine()}
                 answer, _ = talk({"do": "hello", "version": __version__, "about": about}, b"")
-                if answer.get("refused"):
-                    raise InputError("site", Shown("refused by the hub"), str(answer["refused"])[:300])
+                why = answer.get("refused") or (answer.get("why") if answer.get("do") == "refused" else "")
+                if why:
+                    raise InputError("site", Shown("refused by the hub"), str(why)[:300])
                 greeted = True
                 station.log("the hub knows this site")
                 on_known()
