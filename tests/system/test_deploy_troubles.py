@@ -72,7 +72,7 @@ def party(tmp_path_factory: pytest.TempPathFactory) -> Iterator[demo.Party]:
             plain(self, site)
 
         patch.setattr(Settings, "write", write)
-        with demo.party(data(), NAMES) as made:
+        with demo.party(data(folder), NAMES) as made:
             made.charge = folder / CHARGE  # type: ignore[attr-defined]
             yield made
 
@@ -151,7 +151,7 @@ def test_a_worker_killed_within_an_epoch_goes_on_from_the_last(
     (said,) = wait_for(lambda: re.findall(r"round 2: goes on after step (\d+) of phase 1", log_of(party.site("a"))))
     assert time.monotonic() - began < 60
     assert int(said) >= step
-    assert int(said) % 14 == 0  # 28 samples by 2: a whole epoch
+    assert int(said) % 16 == 0  # 32 samples by 2: a whole epoch
     again = follow(party, job)
     assert same(server(before), server(job))
     for name in NAMES:
@@ -276,8 +276,9 @@ def test_a_site_of_another_version_is_refused_in_one_line(party: demo.Party, rog
 
 
 def test_a_site_takes_no_job_and_no_code_of_its_hub(tmp_path: Path, rogue: Any) -> None:
-    whole = data()
-    made = demo.found(tmp_path, Federation(whole.clients[:1], whole.classes, "", ""), ("a",))
+    (tmp_path / "silos").mkdir()
+    whole = data(tmp_path / "silos")
+    made = demo.found(tmp_path / "party", Federation(whole.clients[:1], whole.classes, "", ""), ("a",))
     try:
         with pytest.MonkeyPatch.context() as patch:
             command = process._command

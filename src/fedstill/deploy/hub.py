@@ -154,6 +154,9 @@ class Desk:
         with self._changed:
             if self.opened is not None:
                 self.took = {name: box.took for name, box in self.opened.sites.boxes.items()}
+                self.opened.sites.close(
+                    "the run is over"
+                )  # whoever waits for an order of it may ask for the next run's
             self.opened = None
             self._changed.notify_all()
 
