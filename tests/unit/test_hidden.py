@@ -282,6 +282,9 @@ def test_a_lost_or_other_secret_and_changed_books_are_refused(federation: Federa
     file.write_bytes(data.replace(b'"steps": ', b'"steps": 1', 1) + data.splitlines()[-1] + b"\n")
     with pytest.raises(InputError, match="as it was written"):
         alone.station()
+    file.write_bytes(b"{" + data + b'{"what": ')  # damaged in the middle, and cut short besides
+    with pytest.raises(InputError, match="as it was written"):
+        alone.station()
     file.unlink()
     with pytest.raises(InputError, match="without it ε is not known"):
         alone.station()

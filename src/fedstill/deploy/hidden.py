@@ -60,13 +60,13 @@ class Books:
     def __init__(self, folder: Path, secret: Secret, begun: bool) -> None:
         """Open the books of a run's folder; `begun`: the run has kept something, so there must be some."""
         path = folder / BOOKS
+        self._chain = Chain(path)  # drops a last line that a kill has cut short: what it was for did not begin
         entries, wrong = read(path) if path.exists() else ([], [])
+        if wrong:
+            raise InputError("privacy", Shown(str(path)), f"as it was written: {wrong[0]}")
         if begun and not entries:
             raise InputError("privacy", Shown(str(path)), "there, as when the run began: without it ε is not known")
-        whole = path.exists() and path.read_bytes().endswith(b"\n")
-        if wrong and (whole or len(wrong) > 1):  # else a kill has cut the last line short
-            raise InputError("privacy", Shown(str(path)), f"as it was written: {wrong[0]}")
-        self.entries, self._chain = entries, Chain(path)
+        self.entries = entries
         if entries and entries[0].get("secret") != secret.digest():
             right = f"that with which the run began: its noise was drawn from another {FILE}"
             raise InputError("secret", Shown("another"), right)
