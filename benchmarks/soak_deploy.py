@@ -56,15 +56,25 @@ def end_of(job: Path) -> dict[str, torch.Tensor]:
     return dict(tree.leaves(checkpoint.state()["server"]))
 
 
-def carried_out(party: demo.Party, job: Path, kills: Sequence[tuple[float, str]] = ()) -> list[dict[str, Any]]:
-    """Wait for a job; at these times, in seconds from now, kill these."""
-    began, left = time.monotonic(), sorted(kills)
+def carried_out(party: demo.Party, job: Path, kills: Sequence[tuple[int, float, str]] = ()) -> list[dict[str, Any]]:
+    """Wait for a job; so many seconds after a round is over, or after its start, kill these, one after another."""
+    began, left, seen = time.monotonic(), sorted(kills), {0: time.monotonic()}
+    metrics = job / jobs.RUN / "metrics.jsonl"
     while not (job / jobs.OUTCOME).exists():
-        while left and time.monotonic() - began > left[0][0]:
-            os.kill(process_of(party.folder / left.pop(0)[1]), signal.SIGKILL)
+        for round in range(1, len(metrics.read_text().splitlines()) + 1 if metrics.exists() else 1):
+            seen.setdefault(round, time.monotonic())
+        while left and left[0][0] in seen and time.monotonic() - seen[left[0][0]] > left[0][1]:
+            os.kill(process_of(party.folder / left.pop(0)[2]), signal.SIGKILL)
         assert time.monotonic() - began < 900, "the run did not end"
-        time.sleep(0.02)
+        time.sleep(0.01)
+    assert not left, f"the run was over before {left}"
     return list(jobs.follow(job, lambda: True))
+
+
+def moments(draw: random.Random, rounds: int, each: float, whom: Sequence[str]) -> list[tuple[int, float, str]]:
+    """Return a moment for each kill: within rounds that are drawn, none of them twice."""
+    within = sorted(draw.sample(range(rounds - 1), len(whom)))
+    return [(round, draw.uniform(0.0, 0.8 * each), who) for round, who in zip(within, whom, strict=True)]
 
 
 def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
@@ -82,10 +92,8 @@ def kills(short: bool) -> list[Row]:
             history = carried_out(party, undisturbed)
             length = sum(record["seconds"] for record in history)
             for who, times in (("hub", 2 if short else 5), ("site", 2 if short else 5)):
-                at, now = [], 0.0
-                for _ in range(times):
-                    now += draw.uniform(0.05, length / times) + (12.0 if at else 0.0)  # it is up again by then
-                    at.append((now, "hub" if who == "hub" else draw.choice(names)))
+                whom = ["hub" if who == "hub" else draw.choice(names) for _ in range(times)]
+                at = moments(draw, whole.rounds, length / whole.rounds, whom)
                 job = jobs.submit(party.hub, whole, names)
                 again = carried_out(party, job, at)
                 assert same(end_of(undisturbed), end_of(job)), f"{method}: other bits after kills {at}"
@@ -134,10 +142,8 @@ def halfway(short: bool) -> list[Row]:
             whole = experiment(method, **work)
             undisturbed = jobs.submit(party.hub, whole, names)
             length = sum(record["seconds"] for record in carried_out(party, undisturbed))
-            at, now = [], 0.0
-            for _ in range(1 if short else 3):
-                now += draw.uniform(0.2, length / 3) + (12.0 if at else 0.0)
-                at.append((now, draw.choice(names)))
+            whom = [draw.choice(names) for _ in range(1 if short else 3)]
+            at = moments(draw, whole.rounds, length / whole.rounds, whom)
             job = jobs.submit(party.hub, whole, names)
             carried_out(party, job, at)
             assert same(end_of(undisturbed), end_of(job)), f"{method}: other bits after kills {at}"
@@ -233,7 +239,7 @@ def many(short: bool) -> list[Row]:
         history = carried_out(party, undisturbed)
         job = jobs.submit(party.hub, whole, names)
         length = sum(r["seconds"] for r in history)
-        at = [(draw.uniform(0.0, length), name) for name in draw.sample(names, 2)]
+        at = moments(draw, rounds, length / rounds, draw.sample(names, 2))
         again = carried_out(party, job, at)
         assert same(end_of(undisturbed), end_of(job))
         assert all(len(r["participants"]) == count for r in again)

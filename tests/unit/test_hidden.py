@@ -144,7 +144,7 @@ def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.parametrize("method", ["pfedsd", "scaffold", "fedrep"])
+@pytest.mark.parametrize("method", ["pfedsd", "scaffold"])
 def test_a_site_counts_its_noise_as_the_records_and_simulation_do(
     method: str, federation: Federation, party: Private
 ) -> None:
