@@ -59,7 +59,22 @@ def test_from_nothing_to_a_run_and_a_revocation(here: Path, capsys: Any) -> None
     assert "at work: fedstill hub start" in said(capsys, "hub", "run", "pfedsd", "--folder", "hub", status=2)
     assert "listens on 127.0.0.1" in said(capsys, "hub", "start", "--folder", "hub")
     assert "not at work yet" in said(capsys, "hub", "start", "--folder", "hub", status=2)
-    started = said(capsys, "site", "start", "--folder", "one", "--data", "ours.npz", "--monitor", "memory>0", "--audit")
+    started = said(
+        capsys,
+        "site",
+        "start",
+        "--folder",
+        "one",
+        "--data",
+        "ours.npz",
+        "--monitor",
+        "memory>0",
+        "--audit",
+        "--save-every-epochs",
+        "1",
+        "--max-epsilon",
+        "0",
+    )
     assert "at work with 40 training and 20 test samples" in started
     canary = said(capsys, "hub", "canary", "pfedsd", "--folder", "hub")
     assert re.search(r"clinic-one +40 +3 +6 .* s\n", canary)
@@ -72,6 +87,18 @@ def test_from_nothing_to_a_run_and_a_revocation(here: Path, capsys: Any) -> None
     assert "personal.safetensors" in said(capsys, "site", "status", "--folder", "one")
     assert "as they were, to the bit" in said(capsys, "hub", "audit", "first", "--folder", "hub")
     assert said(capsys, "site", "audit", "--folder", "one").count("to the bit") == 2  # the canary's run, too
+    run = here / "hub" / "runs" / "first" / "run"
+    for file, named in {
+        "audit/replies/000002-0001-train-clinic-one.bin": "the kept train reply of site 'clinic-one' in round 2 was changed",
+        "audit/log.jsonl": "log.jsonl",
+        "checkpoints/round-000002.safetensors": "the merged model of round 2 is damaged",
+    }.items():
+        data = (run / file).read_bytes()
+        (run / file).write_bytes(
+            data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
+        )
+        assert named in said(capsys, "hub", "audit", "first", "--folder", "hub", status=1), file
+        (run / file).write_bytes(data)
     out = said(
         capsys, "hub", "run", "ditto", "--folder", "hub", "--rounds", "2", "--mode", "fedasync", "--name", "second"
     )
@@ -81,10 +108,6 @@ def test_from_nothing_to_a_run_and_a_revocation(here: Path, capsys: Any) -> None
         capsys, "hub", "run", "ditto", "--folder", "hub", "--mode", "fedbuff", "--profile", "uniform", status=2
     )
     assert "profile = 'uniform': should be 'real' in a deployment" in message
-    (upload,) = (here / "hub" / "runs" / "first" / "run" / "audit" / "replies").glob("000002-*-train-*")
-    upload.write_bytes(upload.read_bytes()[:-1] + b"x")
-    wrong = said(capsys, "hub", "audit", "first", "--folder", "hub", status=1)
-    assert "the kept train reply of site 'clinic-one' in round 2 was changed" in wrong
     said(capsys, "hub", "revoke", "clinic-one", "--folder", "hub")
     assert "revoked" in said(capsys, "hub", "status", "--folder", "hub")
     assert "approved sites" in said(capsys, "hub", "run", "pfedsd", "--folder", "hub", status=2)  # none is left
@@ -132,6 +155,8 @@ def test_requests_and_kits_that_are_not_right_are_refused(here: Path, capsys: An
         "a name with a space": ("site", "request", "clinic three", "--folder", "three"),
         "not joined": ("site", "start", "--folder", "two", "--data", "x.npz"),
         "no data": ("site", "start", "--folder", "one"),
+        "no number of epochs": ("site", "start", "--folder", "one", "--data", "x.npz", "--save-every-epochs", "-1"),
+        "no ε": ("site", "start", "--folder", "one", "--data", "x.npz", "--max-epsilon", "much"),
         "a wrong condition": ("site", "start", "--folder", "one", "--data", "x.npz", "--monitor", "load>1"),
         "revoking nobody": ("hub", "revoke", "clinic-nine", "--folder", "hub"),
     }.items():

@@ -21,6 +21,7 @@ from fedstill.data import Federation
 from fedstill.deploy import audit
 from fedstill.deploy import hub as hubs
 from fedstill.deploy.data import Own, skeleton
+from fedstill.deploy.savepoint import unseal
 from fedstill.deploy.site import Station, Unreachable, attend
 from fedstill.methods import METHODS
 from fedstill.run.experiment import Experiment
@@ -70,10 +71,12 @@ class Party:
         self.cut: set[str] = set()  # sites whose network is cut
         self.wire: list[tuple[str, dict[str, Any], bytes]] = []  # what sites have sent
         self.monitors: dict[str, Any] = {}
+        self.more: dict[str, dict[str, Any]] = {}  # by site what else its station is given
 
     def start(self, name: str) -> None:
         own = Own(self.federation.clients[NAMES.index(name)], self.federation.classes)
-        station = self.station(self.folder / name, own, device="cpu", monitor=self.monitors.get(name), audit=True)
+        more = {"monitor": self.monitors.get(name), "audit": True, **self.more.get(name, {})}
+        station = self.station(self.folder / name, own, device="cpu", **more)
 
         def talk(header: Any, body: bytes) -> Any:
             if name in self.cut:
@@ -92,7 +95,7 @@ class Party:
 
     def run(self, method: Any, out: str = "run", **changed: Any) -> fs.Run:
         assert not self.desk.wait_for(NAMES, 20)
-        more = {name: changed.pop(name) for name in ("deadline", "progress", "audit") if name in changed}
+        more = {name: changed.pop(name) for name in ("deadline", "progress", "audit", "secret") if name in changed}
         experiment = Experiment(method=method, **{**HELD, **changed})
         return hubs.run(self.desk, experiment, NAMES, self.folder / out, **more)
 
@@ -115,9 +118,10 @@ def local(federation: Federation, method: Any, **changed: Any) -> fs.Run:
     return fs.run(experiment, federation=federation)
 
 
-@pytest.mark.parametrize(
-    "method", [METHODS[m]() for m in ("pfedsd", "scaffold", "fedrep", "spectral")], ids=lambda m: m.id
-)
+SAME = [*(METHODS[m]() for m in ("pfedsd", "scaffold", "fedrep", "spectral")), fs.PFedSD(stateless=True)]
+
+
+@pytest.mark.parametrize("method", SAME, ids=lambda m: f"{m.id}{'-stateless' * getattr(m, 'stateless', False)}")
 def test_sites_give_the_numbers_of_one_process(method: Any, federation: Federation, party: Party) -> None:
     one, sites = local(federation, method), party.run(method)
     merged = dict(tree.leaves(sites.server))
@@ -138,6 +142,43 @@ def test_sites_give_the_numbers_of_one_process(method: Any, federation: Federati
     for _, state in checkpoint.clients():
         assert list(state) == ["report"]
     assert hubs.roster(sites.history, NAMES) == []
+
+
+def test_stateless_sites_keep_nothing_and_one_that_lost_all_goes_on(federation: Federation, party: Party) -> None:
+    """The server keeps v_k and sends it down with w, so a site may be another machine in every round."""
+    one = local(federation, fs.PFedSD(stateless=True))
+
+    def progress(record: Any) -> None:
+        if record["round"] == 1:
+            party.stop("b")
+            shutil.rmtree(party.folder / "b")
+            party.start("b")
+
+    run = party.run(fs.PFedSD(stateless=True), progress=progress)
+    merged = dict(tree.leaves(run.server))
+    assert {f"past|{k}|v|fc1.weight" for k in range(3)} <= merged.keys()
+    for entry, leaf in tree.leaves(one.server):
+        torch.testing.assert_close(merged[entry], leaf, rtol=0, atol=1e-10)
+    for name in NAMES:
+        (file,) = (party.folder / name).glob("*/state.bin")
+        kept = unseal(file)
+        assert kept is not None
+        assert not list(tree.leaves(wire.decode(kept[1], Reply).up))  # no model, no v_k
+    assert [r["participants"] for r in run.history] == [[0, 1, 2]] * 3
+
+
+def test_a_site_that_lost_what_it_kept_says_so(party: Party) -> None:
+    def progress(record: Any) -> None:
+        if record["round"] == 1:
+            party.stop("b")
+            shutil.rmtree(party.folder / "b")
+            party.start("b")
+
+    run = party.run(METHODS["scaffold"](), progress=progress)
+    assert [r["participants"] for r in run.history] == [[0, 1, 2], [0, 2], [0, 2]]
+    assert any(
+        "what it kept of this run is gone, though its round 1 has counted" in r["reason"] for r in party.desk.refusals
+    )
 
 
 def test_in_single_precision_too(federation: Federation, party: Party) -> None:
@@ -398,7 +439,7 @@ def test_sites_that_do_not_fit_are_named(field: str, value: object, named: str, 
 SIMULATED = [("new", True), ("external", "digits"), ("profile", "uniform"), ("attack", "sign-flip"), ("newcomers", 1)]
 
 
-@pytest.mark.parametrize(("name", "value"), [*SIMULATED, ("privacy", "central"), ("privacy", "local")])
+@pytest.mark.parametrize(("name", "value"), SIMULATED)
 def test_what_needs_simulation_is_refused(name: str, value: object) -> None:
     with pytest.raises(InputError, match=name):
         hubs.check(Experiment(method=METHODS["pfedsd"](), **{**HELD, name: value}))

@@ -33,7 +33,20 @@ HUB_WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
 SITE_WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "request": ("NAME: make a site with a key of its own, and a request for its hub", ("file",)),
     "join": ("KIT: take what the hub has approved", ()),
-    "start": ("start the site", ("data", "split", "site_device", "monitor", "audit", "foreground")),
+    "start": (
+        "start the site",
+        (
+            "data",
+            "split",
+            "site_device",
+            "monitor",
+            "save_every_epochs",
+            "save_every_steps",
+            "max_epsilon",
+            "audit",
+            "foreground",
+        ),
+    ),
     "status": ("show whether the site is at work, and its models", ()),
     "audit": ("check the site's logs, and train what was kept again", ()),
     "stop": ("stop the site; nothing is lost", ()),

@@ -17,6 +17,7 @@ from ..deploy import audit, demo, hub, jobs, process, web
 from ..deploy.certificates import fingerprint, read
 from ..deploy.data import Own
 from ..deploy.folders import Hub, Site
+from ..deploy.hidden import secret_in
 from ..deploy.process import Settings
 from ..methods import get
 from ..run import simulation
@@ -159,10 +160,14 @@ def _show(made: Hub, port: int) -> None:
 
 def _hub_audit(given: Mapping[str, Any], words: Sequence[str]) -> None:
     (name,) = _words(words, "RUN")
-    run = Hub.at(_folder(given, HUB)).folder / "runs" / name / jobs.RUN
+    made = Hub.at(_folder(given, HUB))
+    run = made.folder / "runs" / name / jobs.RUN
     if not (run / hub.DEPLOYMENT).exists():
         raise InputError("run", name, f"one of the folders in {run.parents[1]}")
-    _report(f"run {name}: log, records, uploads and merged models", audit.of_hub(run))
+    _report(
+        f"run {name}: log, records, uploads and merged models",
+        audit.of_hub(run, secret_in(made.folder)),
+    )
 
 
 def _hub_stop(given: Mapping[str, Any], words: Sequence[str]) -> None:
@@ -202,7 +207,9 @@ def _site_start(given: Mapping[str, Any], words: Sequence[str]) -> None:
     if "data" in given:
         path = str(Path(given["data"]).absolute())
         device, split = given.get("site_device", "auto"), given.get("split", "80/20")
-        settings = Settings(path, split, device, given.get("monitor", ""), "audit" in given)
+        most = _number(given, "max_epsilon", 0.0, "a number")
+        kept = {name: flags.whole_number(given, name, 0, 0) for name in ("save_every_epochs", "save_every_steps")}
+        settings = Settings(path, split, device, given.get("monitor", ""), "audit" in given, **kept, max_epsilon=most)
     elif (site.folder / "settings.json").exists():
         settings = Settings.read(site.folder)
     else:
@@ -233,7 +240,9 @@ def _site_audit(given: Mapping[str, Any], words: Sequence[str]) -> None:
     settings = Settings.read(site.folder)
     own = Own.read(settings.data, settings.split)
     for run in sorted((site.folder / "runs").glob("*")):
-        _report(f"run {run.name}: log, orders and replies", audit.of_site(run, own, settings.device))
+        _report(
+            f"run {run.name}: log, orders and replies", audit.of_site(run, own, settings.device, secret_in(site.folder))
+        )
 
 
 def _report(what: str, wrong: Sequence[str]) -> None:
@@ -320,10 +329,14 @@ def _words(words: Sequence[str], what: str) -> Sequence[str]:
 
 
 def _seconds(given: Mapping[str, Any], name: str, default: float) -> float:
+    return _number(given, name, default, "a number of seconds")
+
+
+def _number(given: Mapping[str, Any], name: str, default: float, right: str) -> float:
     try:
         value = float(given.get(name, default))
     except ValueError:
         value = -1.0
     if not 0 <= value < 1e9:
-        raise InputError(flags.flag(name), given[name], "a number of seconds")
+        raise InputError(flags.flag(name), given[name], right)
     return value

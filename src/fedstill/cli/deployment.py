@@ -14,6 +14,16 @@ OPTIONS = {  # by flag: its value's name, and its help
     "site_device": ("DEVICE", "auto, cpu, cuda or cuda:N [default auto]"),
     "monitor": ("CONDITIONS", "work only if these hold, as battery>20,load<0.8"),
     "web": ("PORT", "show it as a page on http://127.0.0.1:PORT instead, for this machine alone, until Ctrl-C"),
+    "save_every_epochs": (
+        "N",
+        "keep a round under way after every N epochs, to go on there after a kill [default: each epoch that leaves at most "
+        "a twentieth of the time to it]",
+    ),
+    "save_every_steps": ("N", "keep a round under way after every N steps"),
+    "max_epsilon": (
+        "EPSILON",
+        "take part in runs with --privacy local alone, and stop before all of them together cost more [default: no bound]",
+    ),
     "sites": ("NAMES", "the sites that take part, joined by commas; for deploy-demo their number [default all, 3]"),
     "wait": ("SECONDS", "how long sites that are away are waited for before the first round [default 120]"),
     "round_deadline": (

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .secret import Secret
 from .tree import put
 
 _WORD = (1 << 64) - 1
@@ -229,11 +230,18 @@ class Plan:
 
     seed: int
     batch_size: int
+    secret: Secret | None = None  # what says who is sampled, where clients must not know it
+
+    def words(self, round: int, clients: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Return a random word for each client, by which a round's clients are sampled."""
+        if self.secret is None:
+            return keys(self.seed, COHORT, round, clients)
+        return np.array([self.secret.bits(1, "cohort", round, int(k))[0] for k in clients], dtype=np.uint64)
 
     def cohort(self, round: int, candidates: Sequence[int], count: int) -> list[int]:
         """Draw `count` of the candidates, uniformly without replacement; return them in ascending order."""
         ids = np.sort(np.asarray(candidates, dtype=np.uint64))
-        ranks = keys(self.seed, COHORT, round, ids)
+        ranks = self.words(round, ids)
         return sorted(int(k) for k in ids[np.argsort(ranks, kind="stable")[:count]])
 
     def order(self, round: int, client: int, samples: int, epoch: int) -> NDArray[np.int64]:

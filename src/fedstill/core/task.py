@@ -16,6 +16,7 @@ from .batch import Batch
 from .errors import InputError, Shown
 from .optim import SGD
 from .plan import Length
+from .secret import Secret
 from .tree import Params, Tree
 
 
@@ -133,6 +134,13 @@ class SampleNoise:
     clip: float
     noise: float
     batch_size: int  # samples of a step on average
+    secret: Secret | None = None  # what batches and noise are drawn from, of one client's work; None: from the plan
+
+    def normals(self, key: Tensor, count: int) -> Tensor:
+        """Return a step's noise, in units of its deviation."""
+        if self.secret is None:
+            return plan.normals(key, count)
+        return self.secret.normals(count, "noise", int(key)).to(key.device)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import torch
 
 from ..core import reading, tree
 from ..core.errors import InputError, TrainingError
+from ..core.secret import Secret
 from ..edge.edge import Edge
 from ..run import simulation
 from ..run.experiment import Experiment
@@ -27,6 +28,7 @@ from ..transport import wire
 from ..transport.messages import Order, Reply
 from .chain import AUDIT, LOG, ORDERS, REPLIES, digest, read, record_digest, reply_file
 from .data import Own, skeleton
+from .hidden import HubBooks
 from .site import Station
 
 
@@ -38,10 +40,14 @@ class Replay:
     live = True
 
     def __init__(
-        self, names: Sequence[str], kept: Mapping[tuple[int, str, int], bytes], arrivals: Sequence[int] = ()
+        self,
+        names: Sequence[str],
+        kept: Mapping[tuple[int, str, int], bytes],
+        arrivals: Sequence[int] = (),
+        hidden: HubBooks | None = None,
     ) -> None:
         """`arrivals` are the clients whose replies to `train` were merged as they arrived, in that order, over all rounds."""
-        self.names, self.kept = names, kept
+        self.names, self.kept, self._hidden = names, kept, hidden
         self._arrivals = deque(arrivals)
         self._trained: dict[int, Reply] = {}
         self._others: deque[Reply] = deque()
@@ -53,6 +59,10 @@ class Replay:
     def open(self, edge: Edge, simulations: Sequence[Simulation]) -> Replay:
         """Return the transport."""
         return self
+
+    def hidden(self) -> HubBooks | None:
+        """Return what the hub's noise is drawn from."""
+        return self._hidden
 
     def dispatch(self, orders: Sequence[Order]) -> None:
         """Answer with what was kept; an order that nobody answered then is not answered now."""
@@ -83,8 +93,11 @@ class Replay:
         return range(len(self.names))
 
 
-def of_hub(folder: Path) -> list[str]:
-    """Check a run folder of a hub: log, records, what was kept; merge again. Return what is wrong."""
+def of_hub(folder: Path, secret: Secret | None = None) -> list[str]:
+    """Check a run folder of a hub: log, records, what was kept; merge again. Return what is wrong.
+
+    `secret` is the hub's, without which a run with noise at the server cannot be merged again.
+    """
     run, folder = folder, folder / AUDIT
     entries, wrong = read(folder / LOG)
     about = reading.read_json(run / "deployment.json")
@@ -121,7 +134,12 @@ def of_hub(folder: Path) -> list[str]:
     experiment = Experiment.from_toml(run / "experiment.toml")
     with tempfile.TemporaryDirectory() as scratch:
         federation = skeleton(names, about["abouts"])
-        replay = Replay(names, kept, arrived)
+        hidden = None
+        if experiment.privacy == "central":
+            if secret is None or secret.child("hub", about["run"]).digest() != about.get("secret"):
+                return ["the hub's secret is not that of the run: its noise cannot be drawn again"]
+            hidden = HubBooks(Path(scratch) / "books", secret, about["run"])
+        replay = Replay(names, kept, arrived, hidden)
         again = simulation.run(experiment, out=Path(scratch) / "run", federation=federation, transport=replay)
     merged = dict(tree.leaves(checkpoint.state()["server"]))
     for name, leaf in tree.leaves(again.server):
@@ -146,8 +164,11 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # ---- at a site -------------------------------------------------------------------------------------------------------
-def of_site(folder: Path, own: Own, device: str = "cpu") -> list[str]:
-    """Check a site's run: its log and the kept orders; carry them out again. Return what is wrong."""
+def of_site(folder: Path, own: Own, device: str = "cpu", secret: Secret | None = None) -> list[str]:
+    """Check a site's run: its log and the kept orders; carry them out again. Return what is wrong.
+
+    `secret` is the site's, from which its noise was drawn.
+    """
     folder = folder / AUDIT
     entries, wrong = read(folder / LOG)
     if not any((folder / ORDERS).glob("*")):
@@ -155,7 +176,7 @@ def of_site(folder: Path, own: Own, device: str = "cpu") -> list[str]:
     if wrong:
         return wrong
     with tempfile.TemporaryDirectory() as scratch:
-        station = Station(Path(scratch), own, device=device)
+        station = Station(Path(scratch), own, device=device, secret=secret)
         for e in entries:
             if e["what"] == "open":
                 station.open(e["about"])

@@ -21,6 +21,7 @@ from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, ReturnCode
 from nvflare.fuel.f3.message import Message
+from nvflare.private.admin_defs import error_reply
 from nvflare.private.defs import CellMessageHeaderKeys
 
 from ..core import files, reading
@@ -29,8 +30,10 @@ from ..edge.monitor import SystemMonitor
 from . import office
 from .data import Own
 from .folders import Hub, Site
+from .hidden import secret_in
 from .keeper import REFUSED
 from .process import UP, Settings
+from .savepoint import Often
 from .site import Station, Unreachable, attend
 
 CHANNEL, TOPIC = "fedstill", "talk"
@@ -95,8 +98,21 @@ class SitePart(FLComponent):  # type: ignore[misc]
         """Begin when FLARE's client is registered."""
         if event_type == EventType.SYSTEM_START and not self._begun:
             self._begun = True
-            cell = fl_ctx.get_prop(FLContextKey.SITE_OBJ).cell
+            client = fl_ctx.get_prop(FLContextKey.SITE_OBJ)
+            cell, agent = client.cell, client.engine.admin_agent
+            agent._dispatch_request = self._refuse  # FLARE registers it again from time to time
+            agent.register_cell_cb()
             threading.Thread(target=self._work, args=(cell,), name="station", daemon=True).start()
+
+    def _refuse(self, request: Any) -> Any:
+        """Refuse what FLARE's own server could ask of a client: jobs, with code or without, shell commands, a restart.
+
+        FLARE checks the rights of a user that the hub names, so these are no obstacle to a hub.
+        """
+        what = str(getattr(request.payload, "topic", "a message"))[:40]
+        why = f"refused {what!r} of the hub: a site takes fedstill's orders, no job and no code"
+        print(why, flush=True)
+        return Message({MessageHeaderKey.RETURN_CODE: ReturnCode.OK}, error_reply(why))
 
     def _work(self, cell: Any) -> None:
         try:
@@ -109,7 +125,18 @@ class SitePart(FLComponent):  # type: ignore[misc]
                 print(line, flush=True)
 
             runs, device = self.site.folder / "runs", settings.device
-            station = Station(runs, own, device=device, monitor=monitor, log=log, audit=settings.audit)
+            often = Often(settings.save_every_epochs, settings.save_every_steps)
+            station = Station(
+                runs,
+                own,
+                device=device,
+                monitor=monitor,
+                log=log,
+                audit=settings.audit,
+                often=often,
+                secret=secret_in(self.site.folder),
+                max_epsilon=settings.max_epsilon,
+            )
 
             def talk(header: Any, body: bytes) -> tuple[dict[str, Any], bytes]:
                 reply = cell.send_request(

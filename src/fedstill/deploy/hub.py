@@ -16,6 +16,7 @@ import torch
 
 from ..core import files, tree
 from ..core.errors import InputError, Shown, TrainingError
+from ..core.secret import Secret
 from ..core.training import REAL
 from ..core.version import __version__
 from ..data import Federation
@@ -32,6 +33,7 @@ from ..transport.messages import Order
 from ..transport.sites import Sites
 from .chain import AUDIT, LOG, Chain, digest, read, record_digest, reply_file
 from .data import problems, skeleton
+from .hidden import HubBooks, check_local
 
 DEPLOYMENT = (
     "deployment.json"  # in a run's folder: its id, its sites, and how often the hub has begun or gone on with it
@@ -40,7 +42,6 @@ SLACK = 8 << 20  # bytes that a reply may have beside its tensors
 LOCAL_ONLY = {  # fields that only a simulation can have, and why
     "attack": "sites are real",
     **dict.fromkeys(("new", "averaged", "external", "newcomers"), "each site scores on its own data"),
-    "privacy": "its noise is drawn from the seed, which every site knows",
 }
 HOLD = 5.0  # seconds for which a site that asks is kept waiting for an order
 Log = Callable[[str], None]
@@ -162,6 +163,9 @@ class Desk:
                 for name, box in self.opened.sites.boxes.items():
                     sent, received = self.traffic.get(name, (0, 0))
                     self.traffic[name] = sent + box.sent, received + box.received
+                self.opened.sites.close(
+                    "the run is over"
+                )  # whoever waits for an order of it may ask for the next run's
             self.opened = None
             self._changed.notify_all()
 
@@ -172,12 +176,20 @@ class Deployment:
     live = True
 
     def __init__(
-        self, desk: Desk, names: Sequence[str], folder: Path, deadline: float | None = None, audit: bool = False
+        self,
+        desk: Desk,
+        names: Sequence[str],
+        folder: Path,
+        deadline: float | None = None,
+        audit: bool = False,
+        secret: Secret | None = None,
     ) -> None:
         """Run in `folder` with the sites `names`; a round waits for `deadline` seconds, None: for all sites.
 
-        With `audit` all replies are kept, so that the run can be merged again.
+        With `audit` all replies are kept, so that the run can be merged again. Noise is drawn from `secret`.
         """
+        self.secret = secret
+        self._hidden: HubBooks | None = None
         self.desk, self.names, self.folder, self.deadline, self.audit = desk, tuple(names), folder, deadline, audit
         self._chain: Chain | None = None
         self._attempt = 0
@@ -191,7 +203,9 @@ class Deployment:
         (sim,) = simulations
         assert sim.experiment is not None
         largest = sum(leaf.nbytes for _, leaf in tree.leaves(sim.initial))
-        begun = self._begin()
+        if sim.training.privacy == "local":
+            check_local(sim.method, sim.task)
+        begun = self._begin(sim.training.privacy == "central")
         limit = 8 * largest + SLACK
         standing = sim.training.mode != "sync"
         patience, desk = self.deadline, self.desk
@@ -204,6 +218,10 @@ class Deployment:
         self.desk.open(sites, {**begun, **about, "checksums": sums, "pending": pending})
         return sites
 
+    def hidden(self) -> HubBooks | None:
+        """Return what the hub's cohorts and noise are drawn from, where the run has any."""
+        return self._hidden
+
     def federation(self) -> Federation:
         """Return the federation as the sites have described it."""
         abouts = [self.desk.known[name].about for name in self.names]
@@ -211,7 +229,7 @@ class Deployment:
         self._classes = made.classes
         return made
 
-    def _begin(self) -> dict[str, Any]:
+    def _begin(self, noisy: bool) -> dict[str, Any]:
         """Count one more attempt at the run of this folder, new or begun."""
         file = self.folder / DEPLOYMENT
         if file.exists():
@@ -222,6 +240,11 @@ class Deployment:
         else:
             abouts = [self.desk.known[name].about for name in self.names]
             about = {"run": secrets.token_hex(8), "sites": list(self.names), "attempt": 0, "abouts": abouts}
+        if noisy:
+            if self.secret is None:
+                raise InputError("privacy", "central", "'off' at a hub without a secret, from which its noise is drawn")
+            self._hidden = HubBooks(self.folder, self.secret, about["run"], begun="secret" in about)
+            about["secret"] = self._hidden.secret.digest()
         about["attempt"] += 1
         files.write(file, (json.dumps(about, indent=2) + "\n").encode())
         journal, self._attempt = Journal(self.folder), int(about["attempt"])
@@ -284,6 +307,9 @@ def check(experiment: Experiment) -> Experiment:
     for name, why in LOCAL_ONLY.items():
         if getattr(experiment, name) != getattr(plain, name):
             raise InputError(name, getattr(experiment, name), f"{getattr(plain, name)!r} in a deployment: {why}")
+    if experiment.privacy == "local" and experiment.fine_tune:
+        right = "0 in a deployment with privacy 'local': sites would send scores of models trained without noise"
+        raise InputError("fine_tune", experiment.fine_tune, right)
     here: dict[str, Any] = {
         "engine": "one",
         "workers": 1,
@@ -292,6 +318,13 @@ def check(experiment: Experiment) -> Experiment:
     return dataclasses.replace(
         experiment, checkpoint_every=1, data="digits", data_root="", clients=0, partition="auto", **here
     )
+
+
+def check_deadline(experiment: Experiment, deadline: float | str | None) -> None:
+    """Refuse a deadline where ε assumes that nobody is left out for another's sake."""
+    if deadline and experiment.privacy == "central":
+        right = "0 with privacy 'central': who counts may depend on nothing but the sampling and the site itself"
+        raise InputError("round_deadline", deadline, right)
 
 
 def run(
@@ -304,13 +337,15 @@ def run(
     progress: Progress | None = None,
     rounds: int | None = None,
     audit: bool = False,
+    secret: Secret | None = None,
 ) -> Run:
     """Run an experiment with these sites, all of which have told of themselves.
 
     A folder that holds it is continued, with `rounds` to that many.
     """
     experiment = check(experiment)
-    deployment = Deployment(desk, names, folder, deadline, audit)
+    check_deadline(experiment, deadline)
+    deployment = Deployment(desk, names, folder, deadline, audit, secret)
     federation = deployment.federation()
     journal = Journal(folder)
 
@@ -334,7 +369,9 @@ CLOCK = 60.0  # seconds by which clocks may differ: certificates and logs depend
 ROOM = 64 << 20  # bytes of memory and disk that a site needs beside the model's
 
 
-def canary(desk: Desk, experiment: Experiment, names: Sequence[str], folder: Path) -> dict[str, Any]:
+def canary(
+    desk: Desk, experiment: Experiment, names: Sequence[str], folder: Path, secret: Secret | None = None
+) -> dict[str, Any]:
     """Look at all sites before the real run, then make one round of it: return a row for each site, and what is wrong."""
     here = [name for name in names if name in desk.known]
     wrong = [f"site {name!r} is not here" for name in names if name not in desk.known]
@@ -364,9 +401,8 @@ def canary(desk: Desk, experiment: Experiment, names: Sequence[str], folder: Pat
     ]
     if not wrong:
         try:
-            history = run(
-                desk, dataclasses.replace(experiment, rounds=1, mode="sync", wait_free="off"), names, folder
-            ).history
+            one_round = dataclasses.replace(experiment, rounds=1, mode="sync", wait_free="off")
+            history = run(desk, one_round, names, folder, secret=secret).history
             away = set(range(len(names))) - set(history[0]["participants"])
             wrong += [f"site {names[k]!r} did not count: {_why(desk, names[k])}" for k in sorted(away)]
             rows = [{**row, "seconds": round(desk.took[row["site"]], 2)} for row in rows]

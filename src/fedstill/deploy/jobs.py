@@ -37,6 +37,7 @@ def submit(
 ) -> Path:
     """Hand a run in to a hub; return its folder."""
     hubs.check(experiment)
+    hubs.check_deadline(experiment, deadline)
     known = hub.sites()
     for site in sites:
         if site not in known:

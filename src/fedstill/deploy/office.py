@@ -20,6 +20,7 @@ from ..run.experiment import Experiment
 from ..server.coordinator import Record
 from . import hub as hubs
 from .folders import Hub
+from .hidden import secret_in
 from .jobs import EXPERIMENT, JOB, OUTCOME, RUN, STATUS
 from .process import UP
 
@@ -87,7 +88,7 @@ class Office:
         self.log(f"run {folder.name}: waits for {', '.join(names)}")
         away = self.desk.wait_for(names, float(job["wait"]))
         if job.get("canary"):
-            told = hubs.canary(self.desk, experiment, names, folder / RUN)
+            told = hubs.canary(self.desk, experiment, names, folder / RUN, secret_in(self.hub.folder))
             return {"ok": not told["wrong"], "why": "; ".join(told["wrong"]), **told}
         if away:
             return {"ok": False, "why": f"these sites are not here: {', '.join(away)}"}
@@ -99,7 +100,10 @@ class Office:
             self._auto(folder, experiment, names) if job["deadline"] == "auto" else float(job["deadline"]) or None
         )
         audit = bool(job.get("audit"))
-        run = hubs.run(self.desk, experiment, names, folder / RUN, deadline=deadline, progress=progress, audit=audit)
+        secret = secret_in(self.hub.folder)
+        run = hubs.run(
+            self.desk, experiment, names, folder / RUN, deadline=deadline, progress=progress, audit=audit, secret=secret
+        )
         never = hubs.roster(run.history, names)
         if never:
             return {"ok": False, "why": f"the run is over, but these sites never counted: {', '.join(never)}"}
@@ -109,7 +113,7 @@ class Office:
         """Return a deadline that the slowest site meets with a margin, from a first round that all sites make."""
         kept = folder / "deadline.json"
         if not kept.exists():
-            told = hubs.canary(self.desk, experiment, names, folder / "canary")
+            told = hubs.canary(self.desk, experiment, names, folder / "canary", secret_in(self.hub.folder))
             if told["wrong"]:
                 raise TrainingError("; ".join(told["wrong"]))
             slowest = max(row["seconds"] for row in told["rows"])

@@ -44,6 +44,9 @@ class Settings:
     device: str = "auto"
     monitor: str = ""
     audit: bool = False
+    save_every_epochs: int = 0  # how often a round under way is kept (`savepoint.Often`)
+    save_every_steps: int = 0
+    max_epsilon: float = 0.0  # what all runs together may cost under differential privacy; 0: what each run says
 
     def policy(self) -> Policy | None:
         """Return the policy that `monitor` describes: conditions such as battery>20 and load<0.8; None without any."""

@@ -2,6 +2,7 @@
 
     runs/RUN/state.bin           what is kept for the client, and the last reply, written before the reply leaves
     runs/RUN/round-000003.bin    the same as it was when the hub had kept that round; the newest two
+    runs/RUN/half.bin            the work under way (`savepoint`)
     runs/RUN/personal.safetensors    the model that serves the site, as it was last scored
 
 An order that comes again, because the site or the hub was restarted, is answered by the reply that was kept: it is carried out
@@ -11,10 +12,8 @@ once. A hub that goes on after round t has the site go back to what it kept then
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import shutil
-import struct
 import threading
 import time
 import tomllib
@@ -27,19 +26,22 @@ import torch
 from ..core import files
 from ..core.errors import InputError, Shown, TrainingError, first_line
 from ..core.memory import available
+from ..core.secret import Secret
+from ..core.settings import values_of
 from ..core.version import __version__
 from ..edge.edge import Edge
 from ..edge.monitor import Monitor
 from ..run.experiment import Experiment
-from ..run.prepare import from_experiment
+from ..run.prepare import Simulation, from_experiment
 from ..run.session import edge_of
 from ..transport import wire
 from ..transport.messages import Order, Reply
 from .chain import AUDIT, LOG, ORDERS, Chain, digest, read
 from .data import Own
+from .hidden import SiteBooks, check_local, spent_at
 from .meanwhile import Meanwhile
+from .savepoint import Kept, Often, Savepoint, seal, unseal
 
-MAGIC = b"fedstill-state-1"
 KEEP = 2  # rounds, as many as the hub keeps checkpoints
 WORKING = ("train", "begin", "idle")  # orders that change what is kept
 Log = Callable[[str], None]
@@ -53,7 +55,6 @@ OPENING = (
     "experiment",
     "pending",
 )  # what the hub says of a run
-Kept: TypeAlias = tuple[dict[str, Any], bytes, bytes]  # what a file says of itself, the client's state, the last reply
 Talk: TypeAlias = Callable[[Mapping[str, Any], bytes], tuple[dict[str, Any], bytes]]
 """Sends the hub a message, a header and bytes, and returns its answer; raises `Unreachable`."""
 PAUSE = 0.5  # seconds before a hub that could not be reached is asked again
@@ -75,12 +76,18 @@ class Station:
         monitor: Monitor | None = None,
         log: Log = lambda line: None,
         audit: bool = False,
+        often: Often | None = None,
+        secret: Secret | None = None,
+        max_epsilon: float = 0.0,
     ) -> None:
         """Keep everything under `folder`; train on `device` whatever the hub's experiment says.
 
-        With `audit` all orders are kept, so that every round can be done again.
+        With `audit` all orders are kept, so that every round can be done again. `often` says when work under way is kept.
+        Noise of differential privacy is drawn from `secret`; without one there is none. `max_epsilon` is what the site's
+        runs may cost together, and then all must have privacy "local"; 0: what each run says.
         """
-        self.audit = audit
+        self.secret, self.max_epsilon = secret, max_epsilon
+        self.audit, self.often = audit, often or Often()
         self.folder, self.own, self.device, self.monitor, self.log = folder, own, device, monitor, log
         self.key: tuple[str, int] | None = (
             None  # of the run that is open: its id, and which of the hub's attempts at it
@@ -102,11 +109,14 @@ class Station:
             )
         experiment = Experiment.from_values(tomllib.loads(str(about["experiment"])))
         # what the hub says of data and machines does not hold here: nothing but the site's own data is read
-        experiment = dataclasses.replace(experiment, data="digits", data_root="", external="", device=self.device)
+        here: dict[str, Any] = {"engine": "one", "workers": 1, "device": self.device}
+        experiment = dataclasses.replace(experiment, data="digits", data_root="", external="", **here)
         federation = self.own.among(client, int(about["clients"]), int(about["classes"]))
         sim, _ = from_experiment(experiment, federation)
-        sim = dataclasses.replace(sim, trainer=sim.trainer.over(sim.trainer.bench, together=1))
-        self._sim, self._client = sim, client
+        hidden = self._hidden(about, sim, checksum)
+        bench = dataclasses.replace(sim.trainer.bench, hidden=hidden)
+        sim = dataclasses.replace(sim, trainer=sim.trainer.over(bench, together=1))
+        self._sim, self._client, self._protected = sim, client, hidden is not None
         audit = self.folder / run / AUDIT
         entries, _ = read(audit / LOG) if (audit / LOG).exists() else ([], [])
         self._logged = next((entry["order"] for entry in reversed(entries) if entry["what"] == "reply"), 0)
@@ -115,7 +125,7 @@ class Station:
         self._run, self.key, self._last = self.folder / run, (run, attempt), (0, b"")
         files.make_folder(self._run)
         self._reset()
-        kept = _unseal(self._run / "state.bin")
+        kept = unseal(self._run / "state.bin")
         pending, began = about.get("pending", (0, 0))  # an order of an earlier attempt that the hub still waits for
         if kept is not None and kept[0]["attempt"] == attempt:
             self._put(kept[1])
@@ -127,6 +137,32 @@ class Station:
             self._last = pending, kept[2]
         elif pending or int(about["round"]):
             self._go_back(int(began) - 1 if pending else int(about["round"]), kept)
+
+    def _hidden(self, about: Mapping[str, Any], sim: Simulation, checksum: str) -> SiteBooks | None:
+        """Return what noise is drawn from; refuse a run that would reveal more than it says, or than the owner allows."""
+        training = sim.training
+        if training.privacy != "local":
+            if self.max_epsilon:
+                raise InputError("privacy", training.privacy, "'local': this site's owner has set a bound for ε")
+            return None
+        if self.secret is None:
+            raise InputError("privacy", "local", "'off' at a site without a secret, from which its noise is drawn")
+        check_local(sim.method, sim.task)
+        folder, run = self.folder / str(about["run"]), str(about["run"])
+        most = 0.0
+        if self.max_epsilon:
+            others = sum(spent_at(path) for path in self.folder.glob("*") if path.name != run)
+            most = self.max_epsilon - others
+            if most <= 0:
+                raise InputError(
+                    "privacy", "local", f"more than ε {others:.4g}, which this site's other runs have cost"
+                )
+        assert sim.experiment is not None
+        work = {**values_of(training), "method": sim.method.id, **values_of(sim.method)}
+        work |= {"model": sim.experiment.model, "head": sim.experiment.head, "data": checksum}
+        bound = {"run": run, **{name: int(about[name]) for name in ("client", "clients", "classes")}}
+        bound["work"] = json.dumps(work, sort_keys=True, default=str)
+        return SiteBooks(folder, self.secret, bound, training, training.batch_size, most)
 
     def handle(self, data: bytes) -> bytes:
         """Carry out an order, once, and return the reply."""
@@ -155,7 +191,11 @@ class Station:
             return self._restore(order)
         if order.kind == "model":
             return _refuse(order, "the personal model stays at the site")
+        if self._protected and (order.watch or order.kind not in ("train", "score", "state")):
+            return _refuse(order, f"{order.kind} would reveal more than privacy 'local' counts")
         assert self._edge is not None
+        if order.kind == "train" and order.taken and self._lost():
+            return _refuse(order, f"what it kept of this run is gone, though its round {order.taken} has counted")
         try:
             if self.meanwhile.before(order) and self._kept is not None:
                 self._keep(self._kept, self._last[1])
@@ -182,6 +222,18 @@ class Station:
         if self.meanwhile is not None:
             self.meanwhile.abandon()
         self.meanwhile, self._kept = Meanwhile(self._edge, self._sim, self._client), None
+        self._edge.savepoint = self._savepoint
+
+    def _lost(self) -> bool:
+        """Return whether the client has not trained as far as is known here, where that matters."""
+        assert self._edge is not None
+        return not self._edge.last.get(self._client) and (self._protected or bool(self._edge.store.read(self._client)))
+
+    def _savepoint(self, order: Order) -> Savepoint | None:
+        """Return what keeps an order's work while it goes on."""
+        assert self.key is not None
+        about = {"attempt": self.key[1], "order": order.id, "round": order.round}
+        return Savepoint(self._run / "half.bin", about, self._sim.device, self.often, self.log)
 
     def _state(self) -> Reply:
         """Return all that is kept for the client."""
@@ -203,12 +255,13 @@ class Station:
         self._last, self._kept = (order.id, answer), dataclasses.replace(order, down={})
         assert self.key is not None
         about = {"attempt": self.key[1], "order": order.id, "round": order.round}
-        _write(self._run / "state.bin", about, wire.encode(self._state()), answer)
+        seal(self._run / "state.bin", about, wire.encode(self._state()), answer)
+        (self._run / "half.bin").unlink(missing_ok=True)
 
     def _snapshot(self, round: int, state: Reply) -> None:
         """Keep what is kept now as that of a round."""
         assert self.key is not None
-        _write(self._run / f"round-{round:06d}.bin", {"attempt": self.key[1], "round": round}, wire.encode(state), b"")
+        seal(self._run / f"round-{round:06d}.bin", {"attempt": self.key[1], "round": round}, wire.encode(state), b"")
         for old in sorted(self._run.glob("round-*.bin"))[:-KEEP]:
             old.unlink()
 
@@ -217,18 +270,18 @@ class Station:
 
         A site that was away when that round was kept has nothing of its name: what it had last is as old, or older.
         """
-        named = _unseal(self._run / f"round-{round:06d}.bin")
+        named = unseal(self._run / f"round-{round:06d}.bin")
         if named is None and kept is not None and int(kept[0]["round"]) <= round:
             named = kept
         for file in sorted(self._run.glob("round-*.bin"), reverse=True):
             if named is None and int(file.stem.removeprefix("round-")) < round:
-                named = _unseal(file)
+                named = unseal(file)
         if named is not None:
             self._put(named[1])
 
     def _restore(self, order: Order) -> bytes:
         """Go back to what was kept at the end of a round."""
-        kept = _unseal(self._run / f"round-{order.round:06d}.bin")
+        kept = unseal(self._run / f"round-{order.round:06d}.bin")
         if kept is None:
             return _refuse(order, f"what it kept of round {order.round} is not there any more, or damaged")
         for later in self._run.glob("round-*.bin"):
@@ -267,9 +320,9 @@ def attend(station: Station, talk: Talk, stop: threading.Event, on_known: Callab
             if do == "hello":
                 about = {**station.own.about(), "machine": machine()}
                 answer, _ = talk({"do": "hello", "version": __version__, "about": about}, b"")
-                refused = answer.get("refused") or (answer.get("do") == "refused" and answer.get("why"))
-                if refused:
-                    raise InputError("site", Shown("refused by the hub"), str(refused)[:300])
+                why = answer.get("refused") or (answer.get("why") if answer.get("do") == "refused" else "")
+                if why:
+                    raise InputError("site", Shown("refused by the hub"), str(why)[:300])
                 greeted = True
                 station.log("the hub knows this site")
                 on_known()
@@ -309,26 +362,3 @@ def _refuse(order: Order, reason: str) -> bytes:
     return wire.encode(
         Reply(order.kind, order.round, order.client, run=order.run, refusal=reason[:300], order=order.id)
     )
-
-
-def _write(path: Path, about: Mapping[str, Any], state: bytes, reply: bytes) -> None:
-    """Write a file of state durably: in full, or not at all."""
-    head = json.dumps({**about, "state": len(state), "reply": len(reply)}).encode()
-    body = struct.pack("<Q", len(head)) + head + state + reply
-    files.write(path, MAGIC + hashlib.sha256(body).digest() + body)
-
-
-def _unseal(path: Path) -> Kept | None:
-    """Return what `_write` wrote; None where there is nothing, or not all of it as it was."""
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return None
-    begin = len(MAGIC) + 32
-    body = memoryview(data)[begin:]
-    if data[: len(MAGIC)] != MAGIC or hashlib.sha256(body).digest() != data[len(MAGIC) : begin]:
-        return None
-    (length,) = struct.unpack_from("<Q", body)
-    about = json.loads(bytes(body[8 : 8 + length]))
-    rest = bytes(body[8 + length :])
-    return about, rest[: about["state"]], rest[about["state"] :]

@@ -17,6 +17,7 @@ from typing import ClassVar, Protocol
 from ..core.method import Method
 from ..core.tree import Params, Tree
 from ..engine.bench import Done, Store, Work
+from ..engine.progress import Savepoint
 from ..engine.step import explained
 from ..engine.trainer import Trainer
 from ..transport.messages import Order, Reply
@@ -72,6 +73,8 @@ class Edge:
             int, tuple[Tree, int]
         ] = {}  # wait-free: memories (and `last`) as they would be now, for scores
         self.changed: set[int] = set()  # clients whose memory is no longer the initial one
+        self.savepoint: Callable[[Order], Savepoint | None] = lambda order: None
+        """Return what keeps a training under way, so that another process can go on with it."""
         self._tuners: dict[tuple[int, int, str], Trainer] = {}
 
     def handle(self, orders: Sequence[Order]) -> Iterator[Reply]:
@@ -106,7 +109,8 @@ class Edge:
                 before = {name: value for name, value in self.store.get(slot).items() if name in coupled}
                 self.backup.put(slot, before)
                 self.undecided[slot] = Undecided(order.round, last)
-            works.append(Work(slot, order.down, part=order.work, last=last, watch=order.watch))
+            savepoint = self.savepoint(order)
+            works.append(Work(slot, order.down, part=order.work, last=last, watch=order.watch, savepoint=savepoint))
         for order, done in zip(orders, self.trainer.train(orders[0].round, works, self.store), strict=True):
             slot = done.client
             if order.work == "generic":

@@ -15,10 +15,12 @@ from torch import Tensor
 from ..core.method import Method, Phase
 from ..core.optim import SGD
 from ..core.plan import JointPlan, Length, Plan
+from ..core.secret import Secret
 from ..core.task import Site, Task
 from ..core.tree import Tree
 from ..data.samples import Part
 from ..nn.net import Net
+from .progress import Savepoint
 
 SMALL = 20_000_000  # parameters × batch size below which a step is mostly overhead
 PartName: TypeAlias = Literal["all", "generic", "idle"]
@@ -43,6 +45,7 @@ class Work:
     steps: int = 0  # of an idle part
     last: int = 0  # the round in which the client last trained; 0: never
     watch: bool = False  # also return the model that was trained last, as `local["trained"]`
+    savepoint: Savepoint | None = None  # keeps the work while it goes on (engine `one`, in this process)
 
     def __post_init__(self) -> None:
         if self.part not in get_args(PartName):
@@ -134,6 +137,7 @@ class Bench:
     plan: Plan | JointPlan
     data: ClientData
     varied: Mapping[str, Sequence[float]] = field(default_factory=dict)  # fields that differ between clients
+    hidden: Hidden | None = None  # what DP-SGD draws from at a client whose server must not know it (engine `one`)
 
     @property
     def net(self) -> Net:
@@ -210,6 +214,16 @@ class Bench:
         when = torch.tensor(float(last), dtype=torch.float64, device=y.device)
         task = self.at(round, Site(x, y, index, x.new_tensor(len(y)), x.new_tensor(steps), when))
         return dataclasses.replace(task, lr=self.varied["lr"][client]) if "lr" in self.varied else task
+
+
+class Hidden(Protocol):
+    """Gives a client's work the secret that its batches and its noise are drawn from."""
+
+    def of(self, round: int, work: Work, samples: int, steps: int) -> Secret:
+        """Return it, the same for the same work alone: whatever could make the upload another one makes another secret.
+
+        `steps` is how many of DP-SGD the work takes. Raises `TrainingError` where they would cost too much.
+        """
 
 
 class TooMany(Exception):

@@ -22,9 +22,10 @@ from torch import Tensor, autograd, fx, nn
 
 from ..core.method import Phase
 from ..core.optim import SGD
-from ..core.tree import Params
+from ..core.tree import Params, Tree
 from ..nn.net import Net
 from .bench import Bench
+from .progress import Course
 
 ALIGN = 16  # rows of a weight start at multiples of so many entries: products are a tenth faster
 _SHAPING = {"flatten", "view", "reshape", "size"}
@@ -64,11 +65,20 @@ class Perceptron:
         return bool(moving) and not split and phase.loss is None and phase.after_epoch is None
 
     def train(
-        self, start: Params, names: Iterable[str], sgd: SGD, x: Tensor, y: Tensor, orders: Iterable[Tensor], size: int
+        self,
+        start: Params,
+        names: Iterable[str],
+        sgd: SGD,
+        x: Tensor,
+        y: Tensor,
+        orders: Iterable[Tensor],
+        size: int,
+        kept: tuple[Course, Tree] | None = None,
     ) -> tuple[Params, Tensor]:
         """Train in batches of `size`, an epoch for each of the `orders` of the samples; return the state and Σ of the losses.
 
-        An order may name fewer samples than there are: an incomplete epoch.
+        An order may name fewer samples than there are: an incomplete epoch. `kept` is where the phase goes on and is kept,
+        after whole epochs alone, and what is kept besides this loop's state.
         """
         key = frozenset(names), sgd, x.dtype
         with torch.no_grad():
@@ -76,9 +86,21 @@ class Perceptron:
                 self._loops[key] = _Loop(self.layers, start, key[0], sgd)
             loop = self._loops[key]
             loop.load(start)
-            total = x.new_zeros(())
+            total, size = x.new_zeros(()), min(size, len(y))
+            course, besides = kept if kept is not None else (None, {})
+            count = 0
+            if course is not None and course.halfway is not None:
+                past, count = course.halfway.state, course.done
+                loop.load({**start, **past["params"]})
+                for velocity, value in zip(loop.velocity, past["momentum"].values(), strict=True):
+                    velocity.copy_(value)
+                total += past["summed"]
             for order in orders:
-                total += loop.epoch(x.flatten(1), y, order, min(size, len(y)))
+                total += loop.epoch(x.flatten(1), y, order, size)
+                count += -(-len(order) // size)
+                if course is not None and course.due(count):
+                    momentum = {str(i): velocity for i, velocity in enumerate(loop.velocity)}
+                    course.save(count, {**besides, "params": loop.state(), "momentum": momentum, "summed": total})
             return {**start, **loop.state()}, total
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -17,6 +18,7 @@ from .bench import Bench, Done, Work, results_of
 from .fused import Perceptron
 from .hooks import calls
 from .malloc import keep_freed_memory
+from .progress import Course
 from .step import Step, by_autograd, check_begun, check_unchanged, explained, versions
 
 
@@ -58,17 +60,32 @@ def _train(bench: Bench, round: int, work: Work, perceptron: Perceptron | None) 
     phases = [(number, phase, bench.length(work, length)) for number, phase, length in bench.part(work.part, round)]
     steps = sum(count for _, _, count in phases)
     x, y = task.here().x, task.here().y
+    if bench.hidden is not None and task.private is not None:
+        noisy = sum(count for _, phase, count in phases if bench.private(phase))
+        secret = bench.hidden.of(round, work, len(y), noisy)
+        task = dataclasses.replace(task, private=dataclasses.replace(task.private, secret=secret))
     memory = tree.fit_rows(work.memory, method.per_sample, len(y))
     local, arguments = work.local if work.part == "idle" else {}, versions(down=work.down, memory=memory)
+    total = torch.zeros((), dtype=x.dtype, device=x.device)
+    halfway = None if work.savepoint is None else work.savepoint.load()
+    if halfway is not None:
+        local = halfway.state["local"]
+        total += halfway.state["total"]
     if not local:
         with torch.no_grad():
             local = method.begin(task, work.down, memory)
         check_begun(method, [phase.model for _, phase, _ in phases if method.step is None], local)
         check_unchanged(method, "begin", arguments)
-    total = torch.zeros((), dtype=x.dtype, device=x.device)
     for number, phase, count in phases:
+        course = None
+        if work.savepoint is not None:
+            if halfway is not None and number < halfway.phase:
+                continue
+            here = halfway if halfway is not None and number == halfway.phase else None
+            per_epoch, last = bench.plan.steps(len(y), 1), number == phases[-1][0]
+            course = Course(work.savepoint, number, count, per_epoch, last, here)
         before = versions(local=local)
-        local = run_phase(bench, task, round, work.client, local, phase, count, total, perceptron, number)
+        local = run_phase(bench, task, round, work.client, local, phase, count, total, perceptron, number, course)
         check_unchanged(method, "loss" if method.step is None else "step", before)
     arguments += versions(local=local)
     up, memory = _finish(method, task, work.down, memory, local)
@@ -95,16 +112,23 @@ def run_phase(
     total: Tensor,
     perceptron: Perceptron | None,
     number: int = 0,
+    course: Course | None = None,
 ) -> Tree:
-    """Train one phase (`number` among the method's) of one client for so many steps; add every step's loss to `total`."""
+    """Train one phase (`number` among the method's) of one client for so many steps; add every step's loss to `total`.
+
+    With a `course` the phase begins where it was interrupted, and its state is kept from time to time.
+    """
     method, net = bench.method, task.net
     step = Step(method, task, phase.loss or method.loss, phase.model != "params")
+    done = 0 if course is None else course.done
     if method.step is not None:
-        for batch in _batches(bench, round, client, steps):
+        for count, batch in enumerate(_batches(bench, round, client, steps, done), start=done + 1):
             local, loss = step.own(local, batch)
             total += loss
+            if course is not None and course.due(count):
+                course.save(count, {"local": local, "total": total})
         return local
-    if phase.enter is not None:
+    if phase.enter is not None and not done:
         with torch.no_grad():
             local = phase.enter(task, local)
     start: Params = local[phase.model]
@@ -112,23 +136,38 @@ def run_phase(
     names = [name for name in moving if name in start]
     if perceptron is not None and perceptron.takes(phase, names):
         x, y = bench.data.train.of(client)
-        orders = _orders(bench, round, client, steps)
-        trained, loss = perceptron.train(start, names, bench.sgd(phase), x, y, orders, bench.plan.batch_size)
+        orders, kept = _orders(bench, round, client, steps, done), None
+        if course is not None:
+            kept = course, {"local": local, "total": total}
+        trained, loss = perceptron.train(start, names, bench.sgd(phase), x, y, orders, bench.plan.batch_size, kept)
         total += loss
         return {**local, phase.model: trained}
     params = {
         name: net.fast_layout(value.detach()).clone(memory_format=torch.preserve_format)
         for name, value in start.items()
     }
+    past = course.halfway.state if course is not None and course.halfway is not None else {}
+    for name, value in past.get("params", {}).items():
+        params[name].copy_(value)
     weights = {name: params[name].requires_grad_() for name in names}
     buffers = {name: params[name] for name in net.buffers if name in params}
     fixed = {name: value for name, value in params.items() if name not in weights and name not in buffers}
     sgd, values = bench.sgd(phase), list(weights.values())
     state = sgd.init(values)
+    for name, momentum in zip(names, state, strict=False):
+        if past:
+            momentum.copy_(past["momentum"][name])
     per_epoch = bench.plan.steps(len(task.here().y), 1)
+    moved = {*names, *moving_buffers}
     before = tree.clone(params) if phase.after_epoch is not None else params
-    drawn = _private_batches(bench, round, number, client, steps) if bench.private(phase) else None
-    for count, batch in enumerate(drawn or _batches(bench, round, client, steps), start=1):
+    for name, value in past.get("before", {}).items():
+        before[name].copy_(value)
+    drawn = (
+        _private_batches(bench, task, round, number, client, steps, done)
+        if bench.private(phase)
+        else _batches(bench, round, client, steps, done)
+    )
+    for count, batch in enumerate(drawn, start=done + 1):
         grads, loss, _ = step.gradient(by_autograd, weights, buffers, fixed, local, batch)
         sgd.update(values, [grads[name] for name in names], state)
         total += loss
@@ -137,38 +176,52 @@ def run_phase(
                 for name, value in phase.after_epoch(task, before, params).items():
                     params[name].copy_(value)
                 before = tree.clone(params)
-    moved = {*names, *moving_buffers}
+        if course is not None and course.due(count):
+            now = {
+                "params": {name: value.detach() for name, value in params.items() if name in moved},
+                "momentum": dict(zip(names, state, strict=False)),
+                "before": before if phase.after_epoch is not None else {},
+            }
+            course.save(count, {"local": local, "total": total, **now})
     # Contiguous again: what leaves the engine is laid out the same whether it came from here, the wire or a checkpoint.
     trained = {n: params[n].detach().contiguous() if n in moved else start[n] for n in net.names if n in params}
     return {**local, phase.model: trained}
 
 
-def _batches(bench: Bench, round: int, client: int, steps: int) -> Iterator[Batch]:
-    """Yield the client's first batches of a round: one gather per epoch, then slices of it."""
+def _batches(bench: Bench, round: int, client: int, steps: int, done: int = 0) -> Iterator[Batch]:
+    """Yield the client's first batches of a round but for those that are `done`: one gather per epoch, then slices of it."""
     x, y = bench.data.train.of(client)
-    size, step = min(bench.plan.batch_size, len(y)), 0
+    size, per_epoch = min(bench.plan.batch_size, len(y)), bench.plan.steps(len(y), 1)
+    step = done - done % per_epoch
     keys = put(bench.plan.step_keys(round, client, steps), x.device)
-    for index in _orders(bench, round, client, steps):
+    for index in _orders(bench, round, client, steps, done):
         xs, ys = x[index], y[index]
         for first in range(0, len(index), size):
             rows = slice(first, first + size)
-            yield Batch(xs[rows], ys[rows], index[rows], keys[step])
+            if step >= done:
+                yield Batch(xs[rows], ys[rows], index[rows], keys[step])
             step += 1
 
 
-def _private_batches(bench: Bench, round: int, phase: int, client: int, steps: int) -> Iterator[Batch]:
+def _private_batches(
+    bench: Bench, task: Task, round: int, phase: int, client: int, steps: int, done: int
+) -> Iterator[Batch]:
     """Yield the batches of a phase of DP-SGD; of a batch without samples nothing but its noise is left."""
     x, y = bench.data.train.of(client)
-    drawn, noise = bench.plan.private(round, phase, client, len(y), steps)
-    for rows, key in zip(drawn, put(noise, x.device), strict=True):
+    secret = None if task.private is None else task.private.secret
+    if secret is None:
+        drawn, noise = bench.plan.private(round, phase, client, len(y), steps)
+    else:
+        drawn, noise = secret.private(phase, len(y), steps, bench.plan.batch_size)
+    for rows, key in zip(drawn[done:], put(noise[done:], x.device), strict=True):
         index = put(rows if len(rows) else [0], x.device)
         yield Batch(x[index], y[index], index, key, None if len(rows) else x.new_zeros(1))
 
 
-def _orders(bench: Bench, round: int, client: int, steps: int) -> Iterator[Tensor]:
-    """Yield the order of the client's samples, epoch by epoch; the last one ends with the steps."""
+def _orders(bench: Bench, round: int, client: int, steps: int, done: int = 0) -> Iterator[Tensor]:
+    """Yield the order of the client's samples, epoch by epoch from that of the step `done` on; the last ends with the steps."""
     x, y = bench.data.train.of(client)
     size, per_epoch = min(bench.plan.batch_size, len(y)), bench.plan.steps(len(y), 1)
-    for epoch, first in enumerate(range(0, steps, per_epoch)):
-        order = bench.plan.order(round, client, len(y), epoch)[: (steps - first) * size]
+    for first in range(done - done % per_epoch, steps, per_epoch):
+        order = bench.plan.order(round, client, len(y), first // per_epoch)[: (steps - first) * size]
         yield put(order, x.device)

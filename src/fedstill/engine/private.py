@@ -46,7 +46,7 @@ def gradient(noise: SampleNoise, task: Task, loss: LossOf, weights: Params, batc
     grads, losses = clipped(loss, noise.clip, weights, batch)
     expected = task.here().samples.clamp(max=noise.batch_size)
     sizes = [value.numel() for value in weights.values()]
-    drawn = torch.split(plan.normals(batch.key, sum(sizes)), sizes)
+    drawn = torch.split(noise.normals(batch.key, sum(sizes)), sizes)
     noisy = {
         name: (g.sum(0) + noise.noise * noise.clip * z.reshape(g.shape[1:]).to(g.dtype)) / expected.to(g.dtype)
         for (name, g), z in zip(grads.items(), drawn, strict=True)

@@ -113,6 +113,9 @@ class Cluster:
         self._ranks.open(edge, about, lead.device)
         return self._ranks
 
+    def hidden(self) -> None:
+        """Return nothing: all ranks may know the run's seed."""
+
     def close(self) -> None:
         """Have the other ranks end."""
         self._ranks.close()

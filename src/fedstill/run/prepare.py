@@ -158,7 +158,8 @@ def prepare(
     bench = Bench(method, task, JointPlan((plan,), len(federation)), join([manager]))
     together = count(task.clients, training.participation)
     if training.privacy == "local":
-        staying = [k for k in range(len(federation)) if k not in joining]
+        # a site knows of its own samples alone
+        staying = [k for k in range(len(federation)) if k not in joining and manager.train.sizes[k]]
         always = together == task.clients and not training.profile  # in simulated time some may be away or at work
         privacy.check_samples(bench, training, staying, always)
     devices = None

@@ -61,6 +61,9 @@ class Elsewhere(Protocol):
     def open(self, edge: Edge, simulations: Sequence[Simulation]) -> Transport:
         """Have the other processes set up their clients of these runs; `edge` has this process's."""
 
+    def hidden(self) -> privacy.Hidden | None:
+        """Return what the server's choices are drawn from where clients must not know them; None: the plan. Asked once open."""
+
 
 Transports: TypeAlias = Callable[[Edge], Transport] | Elsewhere
 """Makes a transport, given the edge that this process can offer."""
@@ -152,12 +155,12 @@ def start(starts: Sequence[Start], transport: Transports | None = None, stop: St
     sims = [start.simulation for start in starts]
     parts = edge_of(sims, next((start.journal.folder for start in starts if start.journal is not None), None))
     if isinstance(transport, Elsewhere):
-        carrier = transport.open(parts.edge, sims)
+        carrier, hidden = transport.open(parts.edge, sims), transport.hidden()
     else:
-        carrier = (transport or LocalTransport)(parts.edge)
+        hidden, carrier = None, (transport or LocalTransport)(parts.edge)
     driver, pace = Driver(carrier), Pace()
     coordinators = [
-        _coordinator(start, number, len(starts), strategy, driver, parts.trainer, stop, pace)
+        _coordinator(start, number, len(starts), strategy, driver, parts.trainer, stop, pace, hidden)
         for number, (start, strategy) in enumerate(zip(starts, parts.rounds, strict=True))
     ]
     surveys = [None if one.journal is None else one.journal.survey(one.simulation.device) for one in starts]
@@ -199,6 +202,7 @@ def _coordinator(
     trainer: Trainer,
     stop: Stop | None,
     pace: Pace,
+    hidden: privacy.Hidden | None,
 ) -> Coordinator:
     sim, training = start.simulation, start.simulation.training
     with explained(sim.method, sim.task, stacked=False):
@@ -220,7 +224,7 @@ def _coordinator(
     return Coordinator(
         sim.method,
         sim.task,
-        Plan(training.seed, training.batch_size),
+        Plan(training.seed, training.batch_size, None if hidden is None else hidden.secret),
         RunState(server),
         driver.transport,
         per_round=per_round,
@@ -231,7 +235,7 @@ def _coordinator(
         sampler=SAMPLERS[training.sampler],
         gate=Gate.of(training, sim.method, sim.data.train.sizes, sim.task.net.buffers),
         aggregator=Aggregator(0 if training.privacy == "central" else training.minimum, rule),
-        average=sim.trust or privacy.noisy_mean(sim.method, sim.task, training, per_round),
+        average=sim.trust or privacy.noisy_mean(sim.method, sim.task, training, per_round, hidden),
         spend=privacy.ledger(training, sim.trainer.bench),
         common=None if sim.data.common is None else functools.partial(sim.common_accuracy, trainer),
         away=frozenset(sim.newcomers),

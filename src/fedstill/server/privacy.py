@@ -16,7 +16,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
@@ -24,6 +24,7 @@ from ..core import plan, tree
 from ..core.errors import InputError, Shown, TrainingError
 from ..core.method import Method
 from ..core.protection import Privacy
+from ..core.secret import Secret
 from ..core.task import Average, SampleNoise, Task
 from ..core.tree import Tree
 from ..engine.bench import Bench
@@ -109,6 +110,8 @@ class NoisyMean:
     expected: float
     names: tuple[str, ...]  # what clients upload
     key: int
+    release: Callable[[Tree], Secret] | None = None
+    """Return what the noise is drawn from, given all that the mean follows from; None: it is drawn from `key`."""
 
     def __call__(self, trees: Sequence[Tree], weights: Sequence[float], around: Tree | None = None) -> Tree:
         """Return the model `around` moved by the noisy mean, over the entries that clients upload."""
@@ -121,9 +124,13 @@ class NoisyMean:
             length = max(float(tree.square_norm(change)) ** 0.5, self.clip)
             for name, value in change.items():
                 total[name] += value * (self.clip / length)
-        sizes = [value.numel() for value in start.values()]
-        key = torch.tensor(self.key - (1 << 63), dtype=torch.int64, device=start[self.names[0]].device)
-        drawn = torch.split(plan.normals(key, sum(sizes)), sizes)
+        sizes, device = [value.numel() for value in start.values()], start[self.names[0]].device
+        if self.release is None:
+            noise = plan.normals(torch.tensor(self.key - (1 << 63), dtype=torch.int64, device=device), sum(sizes))
+        else:
+            uploads = {str(i): {name: entry[name] for name in self.names} for i, entry in enumerate(trees)}
+            noise = self.release({"start": start, "uploads": uploads}).normals(sum(sizes)).to(device)
+        drawn = torch.split(noise, sizes)
         return {
             name: (value + (total[name] + self.noise * self.clip * z.reshape(value.shape)) / self.expected).to(
                 around[name].dtype
@@ -132,7 +139,21 @@ class NoisyMean:
         }
 
 
-def noisy_mean(method: Method, task: Task, settings: Privacy, cohort: int) -> Callable[[Task, Tree], Average] | None:
+class Hidden(Protocol):
+    """What a server draws from where its clients know the seed."""
+
+    secret: Secret
+
+    def release(self, round: int, inputs: Tree) -> Secret:
+        """Return what the noise of a round is drawn from: the same for the same inputs alone.
+
+        Raises `TrainingError` where the mean of other inputs was given away in this round already: ε counts one.
+        """
+
+
+def noisy_mean(
+    method: Method, task: Task, settings: Privacy, cohort: int, hidden: Hidden | None = None
+) -> Callable[[Task, Tree], Average] | None:
     """Return what makes the mean of each round, where the server adds noise; `cohort` clients are asked on average."""
     if settings.privacy != "central":
         return None
@@ -140,7 +161,8 @@ def noisy_mean(method: Method, task: Task, settings: Privacy, cohort: int) -> Ca
 
     def of_round(task: Task, server: Tree) -> Average:
         key = plan.key(task.seed, plan.NOISE, task.round)
-        return NoisyMean(settings.clip_norm, settings.noise_multiplier, cohort, names, key)
+        release = None if hidden is None else functools.partial(hidden.release, task.round)
+        return NoisyMean(settings.clip_norm, settings.noise_multiplier, cohort, names, key, release)
 
     return of_round
 

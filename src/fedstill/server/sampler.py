@@ -45,7 +45,7 @@ class Scene:
 
         Takes the smallest of Exp(1) / weight (Efraimidis and Spirakis, 2006): no client's draw depends on the other clients.
         """
-        keys = keyed.keys(self.plan.seed, keyed.COHORT, self.round, self.clients.astype(np.uint64))
+        keys = self.plan.words(self.round, self.clients.astype(np.uint64))
         u = ((keys >> np.uint64(11)).astype(np.float64) + 0.5) / 2**53
         return np.argsort(-np.log(u) / weights, kind="stable")[:number]
 
@@ -108,7 +108,7 @@ def round_robin(scene: Scene, number: int) -> Sequence[int] | Ints:
 @sampler("poisson")
 def poisson(scene: Scene, number: int) -> Sequence[int] | Ints:
     """Sample each client by itself, so that `number` are selected on average: what an ε of clients that are sampled assumes."""
-    keys = keyed.keys(scene.plan.seed, keyed.COHORT, scene.round, scene.clients.astype(np.uint64))
+    keys = scene.plan.words(scene.round, scene.clients.astype(np.uint64))
     u = ((keys >> np.uint64(11)).astype(np.float64) + 0.5) / 2**53
     return scene.clients[u * len(scene.clients) < number]
 
