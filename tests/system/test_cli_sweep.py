@@ -173,13 +173,80 @@ def test_runs_abreast_share_the_time() -> None:
     assert 0 < sum(one["runs"][0]["seconds"] for one in found["methods"].values()) < took
 
 
+def test_a_grid_is_every_combination_in_one_stack(fleets, capsys) -> None:
+    words = ["sweep", "pfedsd", "lam=0.1,2", "tau=1,3", *TINY, "--engine", "stacked", "--seeds", "2", "--out", "grid"]
+    assert main(words) == 0
+    assert fleets == [8]
+    printed = capsys.readouterr().out
+    found = json.loads(Path("grid/summary.json").read_text())
+    labels = [f"lam={lam},tau={tau}" for lam in ("0.1", "2") for tau in ("1", "3")]
+    assert list(found["methods"]) == labels
+    for label in labels:
+        method = found["methods"][label]["settings"]
+        assert label == f"lam={method['lam']:g},tau={method['tau']:g}"
+        assert f"pfedsd lam={method['lam']} tau={method['tau']}" in printed
+    assert Path("grid/sweep.png").stat().st_size > 5_000
+    alone = [*TINY, "--engine", "stacked", "--lam", "2", "--tau", "3"]
+    assert main(["run", "pfedsd", *alone, "--out", "alone"]) == 0
+    assert same_numbers(metrics("grid/lam=2,tau=3/seed-0"), metrics("alone"))
+    assert main(["resume", "grid"]) == 0  # nothing is left to do, and the record of it can be read
+    assert "by value: grid/sweep.png" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("engine", ["one", "stacked"])
+def test_partitions_and_numbers_of_clients_divide_the_data_anew(engine, capsys) -> None:
+    tiny = ["--rounds", "2", "--epochs", "1", "--engine", engine, "--seeds", "2"]
+    swept = "partition=shards:2;classes:2,lognormal:1.0"
+    assert main(["sweep", "fedavg", swept, "clients=4,6", *tiny, "--out", "data"]) == 0
+    printed = capsys.readouterr().out
+    found = json.loads(Path("data/summary.json").read_text())
+    assert len(found["partition_hashes"]) == len(set(found["partition_hashes"])) == 8
+    for partition in ("shards:2", "classes:2,lognormal:1.0"):
+        for clients in (4, 6):
+            label = f"partition={partition},clients={clients}"
+            assert f"fedavg clients={clients} partition={partition}" in printed
+            assert len(found["methods"][label]["runs"]) == 2
+            for seed in (0, 1):
+                experiment = fs.Experiment(
+                    method=fs.FedAvg(),
+                    rounds=2,
+                    epochs=1,
+                    engine=engine,
+                    seed=seed,
+                    partition=partition,
+                    clients=clients,
+                )
+                assert same_numbers(
+                    [
+                        {k: v for k, v in record.items() if "seconds" not in k}
+                        for record in metrics(f"data/{label}/seed-{seed}")
+                    ],
+                    [{k: v for k, v in record.items() if "seconds" not in k} for record in fs.run(experiment).history],
+                )
+
+
+def test_participation_and_epochs_are_swept(capsys) -> None:
+    tiny = ["--rounds", "2", "--clients", "4", "--seeds", "1"]
+    assert main(["sweep", "fedavg", "participation=0.5,1", "epochs=1,2", *tiny, "--out", "p"]) == 0
+    for share in ("0.5", "1"):
+        for epochs in ("1", "2"):
+            first = metrics(f"p/participation={share},epochs={epochs}")[0]
+            assert len(first["participants"]) == 4 * float(share)
+    whole = [metrics(f"p/participation=1,epochs={epochs}")[0]["steps"] for epochs in (1, 2)]
+    assert whole[1] == 2 * whole[0]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["pfedsd"], "a method and a field: fedstill sweep pfedsd lam=0.1,0.5,1"),
-        (["pfedsd", "lam=1", "tau=2"], "a method and a field"),
-        (["pfedsd", "lma=1,2"], "field = 'lma': should be a field of pfedsd or of local training: 'lam'?"),
-        (["pfedsd", "rounds=1,2"], "field = 'rounds'"),
+        (["pfedsd"], "a method and a field, or two: fedstill sweep pfedsd lam=0.1,0.5,1"),
+        (["pfedsd", "lam=1", "tau=2"], "lam = '1': should be two or more values"),
+        (["pfedsd", "lam=1,2", "tau=2,3", "lr=1,2"], "a method and a field, or two"),
+        (["pfedsd", "lam=1,2", "lam=3,4"], "field = 'lam': should be another one than the other field"),
+        (["pfedsd", "partition=iid,file:a/b"], "values without /"),
+        (["pfedsd", "partition=iid"], "such as partition=dirichlet:0.1,shards:2"),
+        (["pfedsd", "clients=4,5"], "--clients = '4': should be left out"),
+        (["pfedsd", "lma=1,2"], "field = 'lma': should be a field of pfedsd or of local training, or participation"),
         (["pfedsd", "lam=1"], "lam = '1': should be two or more values"),
         (["pfedsd", "stateless=on"], "such as stateless=on,off"),
         (["pfedsd", "lam=\uff11,2"], "should be two or more values"),
@@ -194,4 +261,5 @@ def test_runs_abreast_share_the_time() -> None:
     ],
 )
 def test_refusals(words, said, capsys) -> None:
-    assert said in refused(capsys, "sweep", *words, "--out", "kept")
+    more = ["--clients", "4"] if words[-1].startswith("clients") else []
+    assert said in refused(capsys, "sweep", *words, *more, "--out", "kept")

@@ -13,18 +13,18 @@ from ..core import settings
 from ..core.errors import Stopped, TrainingError
 from ..data import Federation
 from ..report import local_work
-from ..report.text import Facts
+from ..report.text import Facts, partition_of
 from ..run import prepare, simulation, together
 from ..run.callbacks import Progress
-from ..run.experiment import Experiment, check_format
+from ..run.experiment import check_format
 from ..run.groups import Groups
 from ..run.journal import Journal
 from ..run.legal import check_out
 from ..run.lock import FolderLock, check_free
 from ..run.result import Run
 from ..run.session import Transports
-from ..run.simulation import share_of
 from . import flags, folders, saved
+from .divisions import Divisions, seeded
 from .job import SWEEP, Job
 from .live import Watch, watch
 from .screen import results, say
@@ -40,6 +40,7 @@ class Results:
     folders: dict[str, list[Path]] = dataclasses.field(default_factory=dict)
     hashes: list[str] = dataclasses.field(default_factory=list)  # of the partitions, by seed
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
+    beside: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # how data differ, each by label
 
     def add(self, label: str, seed: int, result: Run | TrainingError, folder: Path | None) -> None:
         """Add a run, or the reason why it failed."""
@@ -47,7 +48,8 @@ class Results:
             before = f"{self.failed[label]}; " if label in self.failed else ""
             self.failed[label] = f"{before}seed {seed}: {result}"
             return
-        self.runs.setdefault(label, []).append(result.without_data())
+        beside = {name: column[label] for name, column in self.beside.items()}
+        self.runs.setdefault(label, []).append(dataclasses.replace(result.without_data(), beside=beside))
         if folder is not None:
             self.folders.setdefault(label, []).append(folder)
 
@@ -68,11 +70,15 @@ def _execute(job: Job, resume: bool, stack: contextlib.ExitStack, transport: Tra
     replaces_demo = job.command == folders.DEMO and job.out is not None and not resume and folders.is_demo(job.out)
     if job.out is not None and not replaces_demo and not resume:
         check_out(job.out)
-    federation = prepare.federation_of(job.first)
-    stacked, notes = _check(job, federation)
+    divisions = Divisions(job)
+    stacked, notes = _check(job, divisions)
     if resume:
         _check_folders(job)
-    facts = Facts.of(job.first, federation)
+    divided = divisions.each()
+    facts = Facts.of(job.first, divided[0])
+    if job.command == SWEEP:  # each row names what it was given
+        swept = {"partition": "", "clients": 0}
+        facts = dataclasses.replace(facts, **{name: swept[name] for name in swept if name in job.varied})  # type: ignore[arg-type]
     if job.out is not None and replaces_demo:
         with FolderLock(job.out):
             folders.remove(job.out)
@@ -82,23 +88,25 @@ def _execute(job: Job, resume: bool, stack: contextlib.ExitStack, transport: Tra
             check_free(job.out)
         saved.write_job(job)
         folders.save(job.out, job.experiments, {}, facts, command=job.command)  # marks the folder from the beginning
-    sizes = [len(client.y_train) for client in federation.clients]
-    samples = f"{min(sizes):,} to {max(sizes):,} training samples each"
-    say(f"{job.first.data}: {len(federation)} clients by {facts.partition}, {samples}; model {job.first.model}")
+    for federation in divided:
+        sizes = [len(client.y_train) for client in federation.clients]
+        samples = f"{min(sizes):,} to {max(sizes):,} training samples each"
+        dealt = f"{len(federation)} clients by {partition_of(federation)}"
+        say(f"{job.first.data}: {dealt}, {samples}; model {job.first.model}")
     for line in notes:
         say(line)
-    federation = share_of(federation, job.first, transport) or federation
+    divisions.transport = transport
     with stoppable(job.out if job.several else job.folder(next(iter(job.experiments)), 0)):
-        done = _run_all(job, federation, stacked, resume, transport)
+        done = _run_all(job, divisions, stacked, resume, transport)
     _report(job, done, dataclasses.replace(facts, hashes=tuple(done.hashes)))
 
 
-def _check(job: Job, federation: Federation) -> tuple[list[str], list[str]]:
+def _check(job: Job, divisions: Divisions) -> tuple[list[str], list[str]]:
     """Refuse what cannot run. Return the labels whose clients are stacked, and a line for each flag without effect."""
     stacked: list[str] = []
     unused: dict[tuple[str, str], list[str]] = {}  # labels by (field, reason)
     for label, experiment in job.experiments.items():
-        ready, _ = prepare.from_experiment(experiment, federation)
+        ready, _ = prepare.from_experiment(experiment, divisions.of(label))
         if ready.trainer.name == "stacked":
             stacked.append(label)
         method, task = experiment.method, ready.trainer.bench.task
@@ -127,32 +135,23 @@ def _check_folders(job: Job) -> None:
 
 
 def _run_all(
-    job: Job, federation: Federation, stacked: Sequence[str], resume: bool, transport: Transports | None
+    job: Job, divisions: Divisions, stacked: Sequence[str], resume: bool, transport: Transports | None
 ) -> Results:
-    """Run every experiment with every seed; `federation` is the data of the first seed."""
-    done = Results()
-    federations = []
+    """Run every experiment with every seed."""
+    done = Results(beside={name: column for name, column in job.varied.items() if name in ("partition", "clients")})
     groups = Groups.read(job.out if job.several else None)
     with watch(list(job.experiments), job.first.rounds, job.seeds) as progress:
         for number in range(job.seeds):
-            if number:
-                federation = prepare.federation_of(_seeded(job.first, number))
-                federation = share_of(federation, job.first, transport) or federation
-            done.hashes.append(federation.hash)
-            if stacked:
-                federations.append(federation)
+            if number and not stacked:
+                divisions.clear()
+            done.hashes += [federation.hash for federation in divisions.each(number)]
             for label in job.experiments:
                 if label not in stacked and label not in done.failed:
-                    _run_one(job, label, number, federation, progress, done, resume, transport)
+                    _run_one(job, label, number, divisions.of(label, number), progress, done, resume, transport)
         for labels in [stacked] if job.command == SWEEP else [[label] for label in stacked]:
             if labels:
-                _run_stacked(job, labels, federations, progress, done, groups, resume, transport)
+                _run_stacked(job, labels, divisions, progress, done, groups, resume, transport)
     return done
-
-
-def _seeded(experiment: Experiment, number: int) -> Experiment:
-    """Return the experiment with the `number`-th seed after its own."""
-    return dataclasses.replace(experiment, seed=experiment.seed + number)
 
 
 def _run_one(
@@ -166,7 +165,7 @@ def _run_one(
     transport: Transports | None,
 ) -> None:
     """Run an experiment with one seed. A failure is noted and leaves the others alone."""
-    experiment, folder = _seeded(job.experiments[label], number), job.folder(label, number)
+    experiment, folder = seeded(job.experiments[label], number), job.folder(label, number)
     progress.start(label)
 
     def step(record: dict[str, Any]) -> None:
@@ -188,7 +187,7 @@ def _run_one(
 def _run_stacked(
     job: Job,
     labels: Sequence[str],
-    federations: Sequence[Federation],
+    divisions: Divisions,
     progress: Watch,
     done: Results,
     groups: Groups,
@@ -211,7 +210,7 @@ def _run_stacked(
         groups.check([name for name in left if (folder := job.folder(*runs[name])) and Journal(folder).history()])
     for names in groups.divide(left) if resume else [left]:
         members = [runs[name] for name in names]
-        outcomes |= zip(names, _run_group(job, members, federations, progress, groups, resume, transport), strict=True)
+        outcomes |= zip(names, _run_group(job, members, divisions, progress, groups, resume, transport), strict=True)
     for name, (label, number) in runs.items():
         outcome = outcomes[name]
         if not isinstance(outcome, TrainingError):
@@ -222,7 +221,7 @@ def _run_stacked(
 def _run_group(
     job: Job,
     runs: Sequence[tuple[str, int]],
-    federations: Sequence[Federation],
+    divisions: Divisions,
     progress: Watch,
     groups: Groups,
     resume: bool,
@@ -249,9 +248,9 @@ def _run_group(
         return step
 
     return together.try_together(
-        [_seeded(job.experiments[label], number) for label, number in runs],
+        [seeded(job.experiments[label], number) for label, number in runs],
         outs=[job.folder(label, number) for label, number in runs],
-        federations=[federations[number] for _, number in runs],
+        federations=[divisions.of(label, number) for label, number in runs],
         progress=[step_of(index) for index in range(len(runs))],
         begins=begin,
         transport=transport,
@@ -280,6 +279,8 @@ def _report(job: Job, done: Results, facts: Facts) -> None:
         if done.runs:
             say(f"saved in {job.out}")
             say(folders.draw(job.out, done.runs, facts))
+        if done.runs and job.command == SWEEP:
+            say(folders.draw_sweep(job.out, job.varied, done.runs, facts))
     elif done.runs:
         say(NOT_SAVED)
     if done.failed:

@@ -12,7 +12,7 @@ from typing import Any
 from ..core.errors import InputError
 from ..core.files import PART, write
 from ..core.reading import Unreadable, read_json
-from ..report import figures
+from ..report import figures, sweeps
 from ..report.summary import is_summary, summary
 from ..report.text import Facts
 from ..run.experiment import Experiment
@@ -20,6 +20,7 @@ from ..run.lock import LOCK, is_free
 from ..run.result import Run
 
 SUMMARY, FIGURE, RUN = "summary.json", "figure.png", "experiment.toml"
+SWEPT = "sweep.png"
 DEMO = "demo"  # the command that may replace what it made
 FILES = (  # what a run writes into its folder
     RUN, LOCK, SUMMARY, FIGURE, "partition.json", "environment.json", "metrics.jsonl", "scores.json", "choices.json",
@@ -103,6 +104,17 @@ def draw(out: Path, runs: Mapping[str, Sequence[Run]], facts: Facts) -> str:
         return figures.MISSING
     figures.compare_figure(runs, out / FIGURE, facts)
     return f"picture: {out / FIGURE}"
+
+
+def draw_sweep(
+    out: Path, varied: Mapping[str, Mapping[str, Any]], runs: Mapping[str, Sequence[Run]], facts: Facts
+) -> str:
+    """Draw a sweep's score by the values of its fields; return the line that says where it is, or how to get one."""
+    if not figures.available():
+        return figures.MISSING
+    points = {tuple(column[label] for column in varied.values()): done for label, done in runs.items()}
+    sweeps.sweep_figure(list(varied), points, out / SWEPT, facts)
+    return f"by value: {out / SWEPT}"
 
 
 def run_folders(folder: Path) -> list[Path]:

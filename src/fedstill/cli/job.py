@@ -17,14 +17,14 @@ from ..methods import METHODS
 from ..run.experiment import Experiment
 from . import flags
 
-SWEEP = "sweep"  # the command whose experiments differ in one field
+SWEEP = "sweep"  # the command whose experiments differ in one field or two
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
     """The experiments of a command, and the folder for their results."""
 
-    experiments: dict[str, Experiment]  # by method, or by the value of the field that is swept
+    experiments: dict[str, Experiment]  # by method, or by the values of the fields that are swept
     seeds: int
     out: Path | None
     command: str = "run"
@@ -32,8 +32,19 @@ class Job:
 
     @property
     def first(self) -> Experiment:
-        """The first experiment; data, partition and model are the same in all."""
+        """The first experiment; data and model are the same in all."""
         return next(iter(self.experiments.values()))
+
+    @property
+    def varied(self) -> dict[str, dict[str, Any]]:
+        """The fields in which the experiments differ, each with its value by label."""
+        values = {
+            label: {**settings.values_of(one), **settings.values_of(one.method)}
+            for label, one in self.experiments.items()
+        }
+        names = [name for name in values[next(iter(values))] if all(name in each for each in values.values())]
+        columns = {name: {label: each[name] for label, each in values.items()} for name in names}
+        return {name: column for name, column in columns.items() if len(set(column.values())) > 1}
 
     @property
     def compares(self) -> bool:

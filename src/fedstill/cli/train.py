@@ -94,13 +94,17 @@ COMPARE = Usage(
 )
 SWEEP = Usage(
     job.SWEEP,
-    "METHOD|FILE.toml FIELD=VALUE,VALUE…",
-    "Run one method with several values of one field, its own or one of local training, on the same data, and set them side "
-    "by side. Where clients are stacked, all values of a floating field of the method or of lr, and all seeds, are one stack. "
-    "With --out: a folder for each run, summary.json and figure.png.",
+    "METHOD|FILE.toml FIELD=VALUE,VALUE… [FIELD=VALUE,VALUE…]",
+    "Run one method with several values of one field (its own, one of local training, participation, partition or clients), "
+    "or with every combination of two, and set them side by side. Where clients are stacked, all values of floating fields of "
+    "the method or of lr, and all seeds, are one stack. With --out: a folder for each run, summary.json, figure.png, and "
+    "sweep.png: the score by value, or a heat map. Values with a comma are divided by ';' "
+    "('partition=shards:2;classes:2,lognormal:1.0').",
     (
         "fedstill sweep pfedsd lam=0.1,0.5,1",
         "fedstill sweep fedprox lr=0.01,0.05,0.1 --mu 0.1 --seeds 3 --out runs/lr",
+        "fedstill sweep pfedsd lam=0.1,0.5 tau=1,3 --out runs/grid",
+        "fedstill sweep fedavg partition=dirichlet:0.1,shards:2 --seeds 3",
         "fedstill sweep runs/lr/lr=0.05/seed-0/experiment.toml mu=0,0.01,0.1",
     ),
 )
@@ -170,14 +174,14 @@ def sweep(argv: Sequence[str]) -> None:
     if line is None:
         return
     flag_values, words = line
-    if len(words) != 2:
+    if len(words) not in (2, 3):
         raise InputError(
             "arguments",
             Shown(" ".join(words) or "nothing"),
-            "a method and a field: fedstill sweep pfedsd lam=0.1,0.5,1",
+            "a method and a field, or two: fedstill sweep pfedsd lam=0.1,0.5,1",
         )
     where = carrier.take(flag_values)
-    sweeping = plan_sweep(_base(words[0]), words[1], flag_values)
+    sweeping = plan_sweep(_base(words[0]), words[1:], flag_values)
     with flags.named(dict.fromkeys(sweeping.explicit)):
         _execute(sweeping, where)
 

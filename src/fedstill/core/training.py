@@ -247,6 +247,19 @@ class FurtherScores(Group):
     fine_tune_part: Literal["head", "all"] = setting("head", "what these epochs train", group="scores")
     newcomers: int = setting(0, "clients, by the seed, that join only after the federation", least=0, group="scores")
     join_epochs: int = setting(5, "epochs that a newcomer then trains on its own data", least=1, group="scores")
+    score_model: Literal["personal", "generic", "fine-tuned", "new", "external", "averaged", "newcomers"] = setting(
+        "personal", "the evaluation contract of tables, figures and summaries: which model", group="scores"
+    )
+    score_clients: Literal["all", "participants", "common"] = setting(
+        "all", "the contract: whose test data; common: the common test set", group="scores"
+    )
+    score_mean: Literal["client", "sample", "training"] = setting(
+        "client", "the contract: what counts alike, clients, test samples or (a client's weight) training samples",
+        group="scores",
+    )  # fmt: skip
+    score_round: Literal["last", "mean10", "best-val", "best-test"] = setting(
+        "last", "the contract: which round; mean10: mean of the last ten scored", group="scores"
+    )
     further_every: int = setting(
         0,
         "take New, External, averaged, +FT and newcomers every so many rounds too, into the records; 0: after the last",

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..run.evaluate import Evaluation
 from .bubbles import Counts
-from .text import UNKNOWN, Facts, facts_line, scored
+from .text import UNKNOWN, Facts, facts_line, own_score, scored
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,15 +35,16 @@ def compare_figure(runs: Mapping[str, Sequence[Run]], path: str | Path, facts: F
     measured.
     """
     watched = {label: seeds for label, seeds in runs.items() if all(_gaps(run) for run in seeds)}
-    figure = _figure(16.0 if watched else 11.5, max(4.6, 2.2 + 0.42 * len(runs)))
+    figure = begin(16.0 if watched else 11.5, max(4.6, 2.2 + 0.42 * len(runs)))
     left, right, *third = figure.subplots(1, 3 if watched else 2, width_ratios=(1.25, 1, 1) if watched else (1.25, 1))
     styles = {
         label: (COLOURS[i % len(COLOURS)], LINESTYLES[i // len(COLOURS) % len(LINESTYLES)])
         for i, label in enumerate(runs)
     }
+    contract = Evaluation.by(next(iter(runs.values()))[0].training)
     final = {label: float(np.mean([Evaluation().of(run.history) for run in seeds])) for label, seeds in runs.items()}
     order = sorted(runs, key=lambda label: -final[label])
-    _curves(left, runs, order, styles)
+    _curves(left, runs, order, styles, contract)
     _clients(right, runs, order, styles, final)
     if watched:
         _forgetting(third[0], {label: watched[label] for label in order if label in watched}, styles)
@@ -51,32 +52,55 @@ def compare_figure(runs: Mapping[str, Sequence[Run]], path: str | Path, facts: F
     origin = facts_line(facts)
     where = f" on {facts.data}, {facts.clients} clients" if facts.data else ""
     methods = {run.method.id for seeds in runs.values() for run in seeds}
-    title = f"Personal accuracy{where}" if len(methods) > 1 else f"{methods.pop()}: personal accuracy{where}"
+    kind = "Personal accuracy" if contract == Evaluation() else "Accuracy"
+    title = f"{kind}{where}" if len(methods) > 1 else f"{methods.pop()}: {kind[0].lower()}{kind[1:]}{where}"
     figure.legend(  # above the panels, where it hides no line
         *left.get_legend_handles_labels(), loc="outside upper left", ncols=8, frameon=False, fontsize=10, title=title,
         title_fontproperties={"size": 14, "weight": "bold"}, alignment="left", borderpad=0.2,
     )  # fmt: skip
-    lines = [f"Score: {Evaluation()}, each on its own test data" + (f"; {most_seeds} seeds" if most_seeds > 1 else "")]
-    _note(figure, "\n".join([*lines, *([origin] if origin else [])]))
-    _save(figure, path)
+    best = {label: [value for run in runs[label] if (value := own_score(run)) is not None] for label in order}
+    shown = "; ".join(f"{label} {100 * float(np.mean(v)):.2f} %" for label, v in best.items() if v)
+    lines = [f"Score: {contract}: {shown}"] if shown else []
+    lines += [
+        f"{'Clients' if shown else 'Score'}: {Evaluation()}, each on its own test data"
+        + (f"; {most_seeds} seeds" if most_seeds > 1 else "")
+    ]
+    footnote(figure, "\n".join([*lines, *([origin] if origin else [])]))
+    save(figure, path)
 
 
-def _curves(axes: Axes, runs: Mapping[str, Sequence[Run]], order: Sequence[str], styles: Mapping[str, Any]) -> None:
+def _curves(
+    axes: Axes,
+    runs: Mapping[str, Sequence[Run]],
+    order: Sequence[str],
+    styles: Mapping[str, Any],
+    contract: Evaluation,
+) -> None:
+    """Draw the contract's number by round; a method without such a number has no line."""
+    own = contract != Evaluation()
     for label in order:
         colour, linestyle = styles[label]
-        rounds, values = _by_round(runs[label], "personal")
+        rounds, values = _by_contract(runs[label], contract) if own else _by_round(runs[label], "personal")
+        if not rounds:
+            continue
         mean = values.mean(axis=0)
         mark = "o" if len(rounds) == 1 else ""
         axes.plot(rounds, mean, color=colour, linestyle=linestyle, linewidth=2, marker=mark, label=label)
         if len(values) > 1:
             spread = values.std(axis=0, ddof=1)
             axes.fill_between(rounds, mean - spread, mean + spread, color=colour, alpha=0.18, linewidth=0)
-        if len(runs) == 1 and "generic_client" in scored(runs[label][0]) and "personal" in runs[label][0].method.scores:
+        if (
+            not own
+            and len(runs) == 1
+            and "generic_client" in scored(runs[label][0])
+            and "personal" in runs[label][0].method.scores
+        ):
             rounds, values = _by_round(runs[label], "generic_client")
             mean = values.mean(axis=0)
             axes.plot(rounds, mean, color=PALE, linestyle="--", linewidth=1.6, marker=mark, label="generic model")
     band = ", band: ± std over seeds" if max(map(len, runs.values())) > 1 else ""
-    axes.set_title(f"Mean over clients{band}", loc="left", fontsize=11, color=INK)
+    what = str(contract).rsplit(", ", 1)[0].capitalize() if own else "Mean over clients"
+    axes.set_title(f"{what}{band}", loc="left", fontsize=11, color=INK)
     axes.set_xlabel("communication round")
     axes.set_ylabel("test accuracy (%)")
     _integer_ticks(axes)
@@ -111,6 +135,13 @@ def _by_round(runs: Sequence[Run], key: str) -> tuple[list[int], NDArray[np.floa
     histories = [[record for record in run.history if key in record] for run in runs]
     rounds = [int(record["round"]) for record in histories[0]]
     return rounds, 100 * np.array([[float(record[key]) for record in history] for history in histories])
+
+
+def _by_contract(runs: Sequence[Run], contract: Evaluation) -> tuple[list[int], NDArray[np.float64]]:
+    """Return the rounds in which every run has the contract's number, and a row of percentages for each run."""
+    values = [dict(contract.by_round(run.history)) for run in runs]
+    rounds = sorted(set.intersection(*(set(each) for each in values)))
+    return rounds, 100 * np.array([[each[t] for t in rounds] for each in values])
 
 
 def _clients(
@@ -153,7 +184,7 @@ def bubbles(counts: Counts, path: str | Path, title: str = "", note: str = "") -
     counts = counts[:CLIENTS]
     clients = len(counts)
     cell = min(0.36, 14 / max(clients, classes))  # inches
-    figure = _figure(max(5.5, 2.0 + cell * clients), max(2.6, 1.3 + cell * classes))
+    figure = begin(max(5.5, 2.0 + cell * clients), max(2.6, 1.3 + cell * classes))
     axes = figure.subplots()
     largest = int(counts.max())
     client, label = np.nonzero(counts)
@@ -176,8 +207,8 @@ def bubbles(counts: Counts, path: str | Path, title: str = "", note: str = "") -
         borderaxespad=0, labelspacing=0.5 + 3 * cell, handletextpad=0.4 + 2 * cell,
     )  # fmt: skip
     if note:
-        _note(figure, note)
-    _save(figure, path)
+        footnote(figure, note)
+    save(figure, path)
 
 
 def available() -> bool:
@@ -196,18 +227,19 @@ def _integer_ticks(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _note(figure: Figure, text: str) -> None:
+def footnote(figure: Figure, text: str) -> None:
     """Small print at the bottom left."""
     figure.supxlabel(text, x=0.012, ha="left", fontsize=8.5, color="#555555")
 
 
-def _figure(width: float, height: float) -> Figure:
+def begin(width: float, height: float) -> Figure:
+    """Return an empty figure of so many inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained", dpi=150, facecolor="white")
 
 
-def _save(figure: Figure, path: str | Path) -> None:
+def save(figure: Figure, path: str | Path) -> None:
     """Write the figure atomically; one made without pyplot draws with Agg (or the format's own backend)."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)

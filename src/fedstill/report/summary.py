@@ -10,7 +10,7 @@ from ..core import settings
 from ..core.version import __version__
 from ..run.evaluate import Evaluation
 from ..server import privacy
-from .text import GENERIC, Facts, Stat, rows, scored, seconds, stat_of
+from .text import GENERIC, Facts, Stat, own_score, rows, scored, seconds, stat_of
 
 if TYPE_CHECKING:
     from ..run.experiment import Experiment
@@ -29,6 +29,7 @@ def summary(
     """Return all numbers of a comparison: each run with its folder, and means over seeds. Accuracies are fractions."""
     first, *others = (settings.values_of(experiment) for experiment in experiments.values())
     common = {name: value for name, value in first.items() if all(other[name] == value for other in others)}
+    contract = Evaluation.by(next(iter(experiments.values())))
     shared = {**common, "partition": facts.partition, "clients": facts.clients}  # resolved, where left to the data
     methods = {}
     for label, experiment in experiments.items():
@@ -44,7 +45,7 @@ def summary(
         "format": FORMAT,
         "fedstill": __version__,
         "command": command,  # the one that made the folder
-        "contract": str(Evaluation()),
+        "contract": str(contract),
         "scores": _explanations([run for done in runs.values() for _, run in done], facts),
         "experiment": shared,
         "partition_hashes": list(facts.hashes),
@@ -70,6 +71,8 @@ def _explanations(runs: Sequence[Run], facts: Facts) -> dict[str, str]:
                 explanations[name] = words[name].replace("{external}", facts.external or "external data")
         if "epsilon" in _numbers(run):
             explanations["epsilon"] = privacy.words(run.method, run.task, run.training)
+        if "score" in _numbers(run):
+            explanations["score"] = str(Evaluation.by(run.training))
         if run.newcomers:
             newcomers = f"{len(run.newcomers)} join after the federation"
             explanations["clients"] = f"the {len(run.clients)} that train; {newcomers}"
@@ -82,6 +85,8 @@ def _numbers(run: Run) -> dict[str, Any]:
         "personal", "personal_sample", "personal_std", "personal_worst", "generic", "generic_common", "loss", "epsilon",
     )  # fmt: skip
     values = {**{name: record[name] for name in names if name in record}, **scores.numbers(run.after, run.history)}
+    own = own_score(run)
+    values |= {} if own is None else {"score": own}
     newcomers = {"newcomers": list(run.newcomers)} if run.newcomers else {}
     attackers = {"attackers": list(run.attackers)} if run.attackers else {}
     rejected = {"rejected": {str(k): len(reasons) for k, reasons in run.rejected.items()}} if run.rejected else {}
@@ -107,6 +112,7 @@ def _means(runs: Sequence[Run]) -> dict[str, Any]:
         return None if stat is None else {"mean": stat.value, "std": std}
 
     return {
+        **({} if row.score is None else {"score": pair(row.score)}),
         "personal": pair(row.personal),
         "personal_worst": pair(row.worst),
         "personal_sample": pair(row.sample),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ import numpy as np
 
 from .. import scores
 from ..core import settings
+from ..core.errors import InputError
 from ..data import Federation
 from ..run.evaluate import Evaluation
 from ..run.experiment import Experiment
@@ -89,6 +91,7 @@ class ResultRow:
     epsilon: float | None  # what its uploads revealed, at most; None: without privacy
     cost: dict[str, float | None]  # of a participant's round: steps, flops, bytes; None where it is not known
     best: bool = False
+    score: Stat | None = None  # by the run's own evaluation contract, where that is not the default
 
 
 def scored(run: Run) -> dict[str, Any]:
@@ -120,7 +123,7 @@ def grouped(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    values = {**settings.values_of(run.training), **settings.values_of(run.method)}
+    values = {**settings.values_of(run.training), **run.beside, **settings.values_of(run.method)}
     return {name: value for name, value in values.items() if name != "seed"}
 
 
@@ -129,11 +132,26 @@ def rows(runs: Sequence[Run]) -> list[ResultRow]:
     groups = grouped(runs)
     several_seeds = any(len(seeds) > 1 for seeds in groups.values())
     results = [_row(label, seeds, several_seeds) for label, seeds in groups.items()]
-    results.sort(key=lambda row: -row.personal.value)
+    own = any(row.score is not None for row in results)
+
+    def leading(row: ResultRow) -> float:
+        return (-math.inf if row.score is None else row.score.value) if own else row.personal.value
+
+    results.sort(key=lambda row: -leading(row))
     if len(results) < 2:
         return results
-    best = results[0].personal.value
-    return [ResultRow(**{**vars(row), "best": row.personal.value == best}) for row in results]
+    best = leading(results[0])
+    return [ResultRow(**{**vars(row), "best": leading(row) == best}) for row in results]
+
+
+def own_score(run: Run) -> float | None:
+    """Return the number of the run's own evaluation contract; None where that is the default, or the run has no such number."""
+    contract = Evaluation.by(run.training)
+    if contract == Evaluation():
+        return None
+    with contextlib.suppress(InputError):  # a method without such a model, beside others that have one
+        return run.score(**settings.values_of(contract))
+    return None
 
 
 def _row(label: str, runs: Sequence[Run], several_seeds: bool) -> ResultRow:
@@ -158,7 +176,13 @@ def _row(label: str, runs: Sequence[Run], several_seeds: bool) -> ResultRow:
         generic_only="personal" not in runs[0].method.scores,
         epsilon=max((float(run.history[-1].get("epsilon", math.inf)) for run in runs if protected(run)), default=None),
         cost=costs.means([run.cost for run in runs]),
+        score=_own_stat(runs),
     )
+
+
+def _own_stat(runs: Sequence[Run]) -> Stat | None:
+    values = [value for run in runs if (value := own_score(run)) is not None]
+    return stat_of(values) if len(values) == len(runs) else None
 
 
 GENERIC = {  # the first one present is the column "generic %": the common test set has precedence over the clients' own
@@ -186,12 +210,14 @@ def columns(results: Sequence[ResultRow]) -> list[tuple[str, list[str]]]:
     """Return the table's columns: a heading and a text for each row."""
     several_seeds = any(row.seeds > 1 for row in results)
     private = any(row.epsilon is not None for row in results)
+    own = any(row.score is not None for row in results)
 
     def column(heading: str, cell: Callable[[ResultRow], str]) -> tuple[str, list[str]]:
         return heading, [cell(row) for row in results]
 
     out = [
         column("method", lambda row: row.label + (" *" if row.best else "")),
+        *([column("score %", lambda row: row.score.percent() if row.score else NONE)] if own else []),
         column("personal %", lambda row: row.personal.percent()),
         column("worst 10 %", lambda row: row.worst.percent()),
         column("per sample %", lambda row: row.sample.percent()),
@@ -214,7 +240,9 @@ def notes(runs: Sequence[Run], results: Sequence[ResultRow], facts: Facts = UNKN
     training, newcomers = runs[0].training, runs[0].newcomers
     several_seeds = any(row.seeds > 1 for row in results)
     spread = "± standard deviation over " + ("seeds (n − 1); seconds per seed" if several_seeds else "clients")
-    lines = [f"personal %: {Evaluation()}; {spread}", "worst 10 %: mean of the worst tenth of clients"]
+    contract = Evaluation.by(training)
+    lines = [f"score %: {contract}"] if contract != Evaluation() else []
+    lines += [f"personal %: {Evaluation()}; {spread}", "worst 10 %: mean of the worst tenth of clients"]
     if newcomers:
         listed = len(newcomers) <= 10 and not several_seeds
         names = ", ".join(map(str, newcomers)) if listed else f"{len(newcomers)}, by the seed,"
@@ -234,7 +262,7 @@ def notes(runs: Sequence[Run], results: Sequence[ResultRow], facts: Facts = UNKN
     if generic_only:
         lines.append(f"{', '.join(generic_only)}: no personal model, so the generic one serves every client")
     if any(row.best for row in results):
-        lines.append("* best personal accuracy")
+        lines.append("* best personal accuracy" if contract == Evaluation() else "* best score")
     first_costs = {label: seeds[0].cost for label, seeds in grouped(runs).items()}
     lines += costs.notes(first_costs, [row.cost for row in results])
     lines += [facts_line(facts)] if facts.data or facts.model else []

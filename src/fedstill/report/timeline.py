@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from .figures import COLOURS, INK, _figure, _note, _save
+from .figures import COLOURS, INK, begin, footnote, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -85,7 +85,7 @@ def draw(panels: Mapping[str, Sequence[Line]], path: str | Path, note: str = "")
     """
     orders = {title: _order(lines) for title, lines in panels.items()}
     heights = [max(1.6, 0.24 * (len(order) + 1)) for order, _ in orders.values()]
-    figure = _figure(12.5, max(3.2, 1.9 + sum(heights) + 0.75 * (len(panels) - 1)))
+    figure = begin(12.5, max(3.2, 1.9 + sum(heights) + 0.75 * (len(panels) - 1)))
     panel_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     seen: set[str] = set()
     first = min(lines[0]["start"] for lines in panels.values())
@@ -111,8 +111,8 @@ def draw(panels: Mapping[str, Sequence[Line]], path: str | Path, note: str = "")
         shown, count = thinned[0]
         note = f"{shown} of the {count:,} clients that were asked, from the fastest to the slowest. {note}"
     if note:
-        _note(figure, note)
-    _save(figure, path)
+        footnote(figure, note)
+    save(figure, path)
 
 
 def _order(lines: Sequence[Line]) -> tuple[list[int], int]:

@@ -25,6 +25,7 @@ import numpy as np
 from ..core import settings
 from ..core.errors import InputError
 from ..core.settings import setting
+from ..core.training import FurtherScores
 
 FIXED = {  # of models whose mean is fixed: by whose data, the entry of a record
     "new": {"all": "new", "common": "new_common"},
@@ -63,6 +64,21 @@ class Evaluation:
         if self.model in FIXED and (self.clients not in FIXED[self.model]):
             right = " or ".join(repr(name) for name in FIXED[self.model])
             raise InputError("clients", self.clients, f"{right} with the model {self.model!r}")
+
+    @classmethod
+    def by(cls, scores: FurtherScores) -> Evaluation:
+        """Return the contract that the settings of a run state."""
+        return cls(
+            model=scores.score_model, clients=scores.score_clients, mean=scores.score_mean, round=scores.score_round
+        )
+
+    def by_round(self, history: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
+        """Return (round, number) for every scored round, each by itself."""
+        each, name = replace(self, round="last"), self._name()
+        scored = [record for record in history if name in record]
+        if self.clients == "participants":
+            scored = [record for record in scored if record["participants"]]
+        return [(int(record["round"]), each.of([record])) for record in scored]
 
     def __str__(self) -> str:
         rounds = {
@@ -112,15 +128,10 @@ class Evaluation:
         """
         if isinstance(target, bool) or not isinstance(target, int | float) or not 0 <= target <= 1:
             raise InputError("target", target, "an accuracy from 0 to 1")
-        each = replace(self, round="last")
-        name = self._name()
-        scored = [record for record in history if name in record]
-        if not scored:
-            each.of(history)  # says why
-        for record in scored:
-            if (self.clients != "participants" or record["participants"]) and each.of([record]) >= target:
-                return int(record["round"])
-        return None
+        values = self.by_round(history)
+        if not values:
+            self.of(history)  # says why
+        return next((round for round, value in values if value >= target), None)
 
     def _name(self) -> str:
         """Return the entry that a record has where this model was scored."""

@@ -21,6 +21,7 @@ from ..core.settings import setting
 from ..core.training import FederationSettings, FurtherScores, LocalTraining, Machine, ServerOptimizer, Timing
 from ..server.sampler import BY_PLAN, SAMPLERS
 from ..timing import clock
+from .evaluate import FURTHER, Evaluation
 
 FORMAT = 3  # of a run folder, in its environment.json; raised when older folders cannot be resumed
 
@@ -39,6 +40,7 @@ class Training(
             clock.parse(self.profile)
         elif self.sampler == "available":
             raise InputError("sampler", self.sampler, "another without a profile of devices, as uniform")
+        self._check_contract()
         if self.further_every % self.eval_every:
             right = f"a multiple of eval_every ({self.eval_every}): further scores stand in rounds that are scored"
             raise InputError("further_every", self.further_every, right)
@@ -51,6 +53,20 @@ class Training(
         if self.wait_free == "until-download" and some_rest and not capped:
             right = "a number of steps for clients that are not asked in a round, or unselected 'broadcast'"
             raise InputError("personal_cap", 0, right)
+
+    def _check_contract(self) -> None:
+        """Refuse a contract that no run with these settings could fulfil; `score_…` are its fields here."""
+        try:
+            Evaluation.by(self)
+        except InputError as error:
+            raise InputError(f"score_{error.field}", error.value, error.right) from None
+        needs = {"fine-tuned": "fine_tune", "new": "new", "averaged": "averaged", "newcomers": "newcomers"}
+        needed = needs.get(self.score_model)
+        if needed is not None and not getattr(self, needed):
+            raise InputError("score_model", self.score_model, f"'personal' or 'generic' without {needed}")
+        if self.score_model in FURTHER and self.score_round != "last" and not self.further_every:
+            right = f"'last' without further_every, which scores {self.score_model} by round"
+            raise InputError("score_round", self.score_round, right)
 
     def unused(self) -> dict[str, str]:
         """Return the fields that have no effect, given the others of all groups."""

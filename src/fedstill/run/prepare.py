@@ -152,6 +152,7 @@ def prepare(
         average=average or rule_of(training),
     )
     legal.check(method, task, training)
+    check_scored(training, federation)
     trust = None if root is None else Trust.of(task, root, seed, training.batch_size)
     plan = Plan(training.seed, training.batch_size)
     bench = Bench(method, task, JointPlan((plan,), len(federation)), join([manager]))
@@ -179,6 +180,17 @@ def _example(manager: DataManager, federation: Federation) -> torch.Tensor:
     """Return two samples; zeros where this process holds none, as a hub whose sites keep their data."""
     x = manager.train.x[:2]
     return x if len(x) else x.new_zeros((2, *federation.shape))
+
+
+def check_scored(training: Training, federation: Federation) -> None:
+    """Refuse an evaluation contract on data that the federation does not have."""
+    if training.score_round == "best-val" and federation.clients[0].y_val is None:
+        raise InputError("score_round", "best-val", "another without validation data (split 70/10/20 makes some)")
+    if training.score_clients == "common" and federation.test is None:
+        right = "'all' or 'participants': there is no common test set (pool train, or split official)"
+        raise InputError("score_clients", "common", right)
+    if training.score_model == "external" and federation.external is None:
+        raise InputError("score_model", "external", "another without data that no client has (external)")
 
 
 def pick_device(name: str) -> torch.device:

@@ -48,6 +48,7 @@ class Run:
     newcomers: tuple[int, ...] = ()  # clients that did not take part in training
     attackers: tuple[int, ...] = ()  # simulated, which no score counts
     after: dict[str, Any] = dataclasses.field(default_factory=dict)  # scores after the federation that were asked for
+    beside: dict[str, Any] = dataclasses.field(default_factory=dict)  # settings of its data that tell it from others
     _cost: list[accounting.Cost] = dataclasses.field(default_factory=list)  # once it was asked for
 
     @classmethod
