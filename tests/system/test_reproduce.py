@@ -126,7 +126,7 @@ def test_a_cell_that_diverges_leaves_the_others_alone(tmp_path, capsys, monkeypa
     said = capsys.readouterr().out
     cells = {cell["method"]: cell for cell in results(tmp_path)["cells"]}
     assert cells["fedavg"]["state"] == "failed"
-    assert "seed 0" in cells["fedavg"]["problem"]
+    assert "2 seeds: " in cells["fedavg"]["problem"] or "seed 0" in cells["fedavg"]["problem"]
     assert cells["fedavg"]["mean"] is None
     assert cells["pfedkd-wcl"]["state"] == "done"
     assert "failed" in said
@@ -156,6 +156,20 @@ def test_missing_data_are_named_before_anything_is_written(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "domainnet" in error
     assert str(tmp_path / "none") in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_download_that_fails_is_one_line_before_anything_is_run(tmp_path, capsys, monkeypatch):
+    from fedstill.core.errors import InputError
+    from fedstill.data import download
+
+    def fetch(name, root, progress=None):
+        raise InputError("data", name, "downloaded, which failed")
+
+    monkeypatch.setattr(download, "fetch", fetch)
+    words = ["pfedsd/table2", "--only", "cifar10", "--data-root", tmp_path / "none", "--out", tmp_path / "out"]
+    assert run(*words) == 2
+    assert capsys.readouterr().err == "fedstill: data = 'cifar10': should be downloaded, which failed\n"
     assert not (tmp_path / "out").exists()
 
 

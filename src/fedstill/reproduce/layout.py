@@ -161,9 +161,11 @@ def notes_of(exhibit: Exhibit, readings: Sequence[Reading], scale: Scale) -> lis
             lines.append("1 seed: no noise known")
     for ranking in rankings(exhibit, list(readings)):
         lines += ranking.lines()
+    problems: dict[str, list[str]] = {}
     for reading in readings:
         if reading.problem:
-            lines.append(f"{reading.cell.id}: {reading.problem}")
+            problems.setdefault(reading.problem, []).append(reading.cell.id)
+    lines += [f"{', '.join(ids)}: {problem}" for problem, ids in problems.items()]
     missing = [reading for reading in readings if reading.state in ("missing", "partial")]
     if missing:
         lines.append(f"{len(missing)} of {len(readings)} cells have not been run with all their seeds")

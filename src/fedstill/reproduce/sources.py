@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..core.errors import InputError
+from ..data import download
 from ..data.download import REMOTES
 from ..data.source import SOURCES, root_of
 from ..run.experiment import Experiment
@@ -53,10 +54,16 @@ def needs(experiments: Iterable[Experiment], root: str) -> list[Need]:
 
 
 def check(experiments: Iterable[Experiment], root: str) -> None:
-    """Refuse where data are missing: say which files to put where, and which cells can be run without them."""
+    """Refuse where data are missing: say which files to put where, and which cells can be run without them.
+
+    What can be downloaded is downloaded now, so that this fails once and before anything is run.
+    """
     found = needs(experiments, root)
     absent = [need for need in found if not need.present]
     if not absent:
+        for need in found:
+            if need.missing:
+                download.fetch(need.name, root_of(root or None))
         return
     files = "; ".join(f"{need.name}: {', '.join(need.missing)}{need.contents}" for need in absent)
     here = [need.name for need in found if need.present]
