@@ -42,9 +42,8 @@ class Scripted:
                 assert order.client not in self.out  # nobody is asked twice
                 self.out[order.client] = order
             else:
-                assert (
-                    order.client not in self.out or order.kind == "score"
-                )  # nor for what it keeps while it is at work
+                # nor for what it keeps while it is at work
+                assert order.client not in self.out or order.kind in ("score", "model")
                 self.others.append(order)
 
     def replies(self, timeout: float | None = None) -> Iterator[Reply]:

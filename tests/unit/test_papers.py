@@ -71,8 +71,7 @@ def test_a_setting_makes_an_experiment(name, setting):
         made = Experiment.from_values(papers.values(name, setting, method))
         assert made.method.id == (method or name)
         assert made.model in MODELS
-        if "," not in made.partition:  # sizes beside classes: `test_papers_exhibits.WAITING`
-            partition.parse(made.partition)
+        partition.parse(made.partition)
         parse_split(made.split)
         for source in (made.data, made.external) if made.external else (made.data,):
             for part in re.split(r"[@#]", source)[0].split("+"):

@@ -26,15 +26,6 @@ ORDER = {
     "spectral": "table1 table2 table3 table4 table4-fixed table5 fig3 table6 table7 table8 table9 table10",
 }
 FORMS = {"table", "curves", "lines", "heat-map", "bars", "bubbles", "distribution"}
-WAITING = {  # what cells need that is not there yet, by what their values have; empty it as the features come
-    "local_steps": lambda values: "local_steps" in values,
-    "warm_rounds": lambda values: "warm_rounds" in values["method"],
-    "classes with log-normal sizes": lambda values: "," in values["partition"],
-}
-
-
-def waits(cell: Cell) -> bool:
-    return any(needs(cell.experiment()) for needs in WAITING.values())
 
 
 def made(values: dict) -> Experiment:
@@ -68,25 +59,9 @@ def test_all_settings_of_a_paper_are_in_its_tables() -> None:
 @named
 def test_every_cell_is_an_experiment(exhibit: Exhibit) -> None:
     for cell in exhibit.cells:
-        if not waits(cell):
-            assert made(cell.experiment()).method.id == cell.method
-            if (reference := cell.reference()) is not None:
-                made(reference)
-
-
-@pytest.mark.parametrize(
-    "feature", [pytest.param(name, marks=pytest.mark.xfail(strict=True, raises=InputError)) for name in WAITING]
-)
-def test_cells_that_wait_for_a_feature(feature: str) -> None:
-    cells = [cell for cell in CELLS if WAITING[feature](cell.experiment())]
-    assert cells, feature
-    for cell in cells:
-        values = dict(cell.experiment())
-        if feature != "local_steps":
-            values.pop("local_steps", None)
-        if feature == "local_steps":
-            values["partition"] = "iid"
-        made(values)
+        assert made(cell.experiment()).method.id == cell.method
+        if (reference := cell.reference()) is not None:
+            made(reference)
 
 
 @named
@@ -321,7 +296,7 @@ def test_results_that_the_papers_print_twice_are_the_same() -> None:
     """The same experiment and contract in several tables of a paper: published once or the same."""
     known: dict[str, list[Cell]] = {}
     for cell in CELLS:
-        if cell.published is not None and cell.contract.metric == "accuracy" and not waits(cell):
+        if cell.published is not None and cell.contract.metric == "accuracy":
             key = repr((cell.paper, Experiment.from_values(cell.experiment()), cell.contract))
             known.setdefault(key, []).append(cell)
     several = [cells for cells in known.values() if len(cells) > 1]

@@ -227,7 +227,11 @@ class Station:
     def _lost(self) -> bool:
         """Return whether the client has not trained as far as is known here, where that matters."""
         assert self._edge is not None
-        return not self._edge.last.get(self._client) and (self._protected or bool(self._edge.store.read(self._client)))
+        if (
+            self._edge.last.get(self._client) or self._client in self._edge.begun
+        ):  # wait-free: its round is not at its end
+            return False
+        return self._protected or bool(self._edge.store.read(self._client))
 
     def _savepoint(self, order: Order) -> Savepoint | None:
         """Return what keeps an order's work while it goes on."""
