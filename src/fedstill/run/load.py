@@ -148,6 +148,7 @@ def _load(folder: Path, model: Model | None, method: Method | None, data: Federa
         () if attack is None else tuple(sorted(attack.clients)),
         journal.scores() or {},
         outline=outline,
+        model=experiment.model,
         folder=folder,
         _cost=_cost(numbers.get("round_cost")),
         _source=held,
@@ -177,7 +178,7 @@ class Held:
     federation: Federation | None
     _hollow: Simulation | None = None
     _parts: Parts | None = None
-    _has_data: bool = False
+    has_data: bool = False
 
     def hollow(self) -> Simulation:
         """Return a simulation of the run's form whose clients have no samples."""
@@ -197,7 +198,7 @@ class Held:
 
     def read_data(self) -> Parts:
         """Return the same with the data, which are read now."""
-        if not self._has_data:
+        if not self.has_data:
             if self.federation is None:
                 self.federation = _read_data(self.folder, self.experiment, note=True)
             self._parts = self._restored(True)
@@ -229,7 +230,7 @@ class Held:
         coordinator.load_state(state, timing if with_data else {})
         for error in driver.run({coordinator.run: restore(checkpoint, coordinator)}).values():
             raise error
-        self._has_data = with_data
+        self.has_data = with_data
         return simulation, coordinator, driver
 
     def _module(self) -> Model:
@@ -304,7 +305,8 @@ def _cost(record: Any) -> list[Cost]:
                 tuple(map(_flops, items(record, "flops_phases", dict))),
                 _flops(field(record, "flops_finish", dict)),
             )
-        return [Cost(**sizes, samples=samples, work=work, seconds=seconds)]
+        steps, down, up = sizes["steps"], sizes["bytes_down"], sizes["bytes_up"]
+        return [Cost(steps, down, up, samples=samples, work=work, seconds=seconds)]
     except (Unreadable, TypeError, ValueError):
         return []
 

@@ -25,7 +25,7 @@ from . import accounting, frame
 from .driver import Driver
 from .evaluate import Evaluation
 from .experiment import Training
-from .prepare import Simulation
+from .prepare import PYTHON, Simulation
 
 _tables: list[Callable[[Sequence[Run]], str]] = []
 
@@ -41,6 +41,10 @@ Parts: TypeAlias = tuple[Simulation, Coordinator, Driver]
 
 class Source(Protocol):
     """What a run's folder holds (see `load`)."""
+
+    @property
+    def has_data(self) -> bool:
+        """Whether the data have been read."""
 
     def open(self) -> Parts:
         """Return the run as it was after its last checkpoint, without its data unless these were asked for before."""
@@ -67,6 +71,7 @@ class Run:
     after: dict[str, Any] = dataclasses.field(default_factory=dict)  # scores after the federation that were asked for
     beside: dict[str, Any] = dataclasses.field(default_factory=dict)  # settings of its data that tell it from others
     outline: Outline | None = None  # the form of its data, with the names of clients and classes
+    model: str = ""  # by name, where it has one
     folder: Path | None = None  # that it was loaded from
     _cost: list[accounting.Cost] = dataclasses.field(default_factory=list)  # once it was asked for
     _source: Source | None = None  # of a run that was loaded: what its folder holds
@@ -80,6 +85,7 @@ class Run:
         return cls(
             simulation, coordinator, driver, simulation.method, simulation.training, engine, history, seconds, task, newcomers,
             attackers, outline=simulation.outline,
+            model=PYTHON if simulation.experiment is None else simulation.experiment.model,
         )  # fmt: skip
 
     @property
@@ -132,7 +138,7 @@ class Run:
     @property
     def has_data(self) -> bool:
         """Whether the clients and their data are still loaded."""
-        return self._simulation is not None
+        return self._simulation is not None or (self._source is not None and self._source.has_data)
 
     def ask(self, kind: Kind, clients: Sequence[int], **options: Any) -> list[Reply]:
         """Send an order to each of the clients, with what they would download now; return the replies that can be."""
@@ -173,7 +179,7 @@ class Run:
         except ValueError:
             number = -1
         if not 0 <= number <= last:
-            named = f" or a name: {nearest(client, names)}" if isinstance(client, str) and names else ""
+            named = f", or a name: {nearest(client, names)}" if isinstance(client, str) and names else ""
             raise InputError("client", client, f"a number from 0 to {last}{named}")
         return number
 
