@@ -154,6 +154,7 @@ def _load(folder: Path, model: Model | None, method: Method | None, data: Federa
         _source=held,
     )
     if data is True:
+        held.federation = held.federation or _read_data(folder, experiment)
         held.read_data()
     return run
 
