@@ -52,6 +52,7 @@ from .methods.spectral import SpectralCoDistillation
 from .report import text as _text  # noqa: F401 - `Run.table` prints with it
 from .run.evaluate import Evaluation
 from .run.experiment import Experiment, Training
+from .run.load import load
 from .run.result import Run
 from .run.simulation import resume, run, simulate
 from .run.together import run_together
@@ -101,6 +102,7 @@ __all__ = [
     "Tree",
     "Upload",
     "__version__",
+    "load",
     "resume",
     "run",
     "run_together",

@@ -202,8 +202,10 @@ def test_the_folder_says_everything(tmp_path: Path) -> None:
     assert files == [
         "answers.json",
         "checkpoints",
+        "data.json",
         "environment.json",
         "experiment.toml",
+        "metrics.csv",
         "metrics.jsonl",
         "partition.json",
     ]

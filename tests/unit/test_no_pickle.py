@@ -51,11 +51,18 @@ def suspicious(tree: ast.AST) -> Iterator[str]:
                     yield f"{keyword.arg}="
 
 
+USED = {"run/result.py": ["import pandas"]}  # Run.to_frame makes a frame of numbers; nothing of pandas reads a file
+
+
 def test_no_module_unpickles_or_executes() -> None:
     files = sorted(SOURCE.rglob("*.py"))
     found = {str(f.relative_to(SOURCE)): [*suspicious(ast.parse(f.read_text(encoding="utf-8")))] for f in files}
     assert len(files) > 100
-    assert {file: ways for file, ways in found.items() if ways} == {}
+    assert {file: ways for file, ways in found.items() if ways} == USED
+    uses = ast.walk(ast.parse((SOURCE / "run/result.py").read_text(encoding="utf-8")))
+    assert {ast.unparse(n) for n in uses if isinstance(n, ast.Attribute) and ast.unparse(n).startswith("pandas.")} == {
+        "pandas.DataFrame"
+    }
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from ..core import startup
 from ..core.errors import InputError, TrainingError, nearest
 from ..core.version import __version__
 from ..run import signals
-from . import costs, deploy, papers, report, reproduce, show, timeline, train
+from . import costs, deploy, finished, papers, report, reproduce, show, takeaway, timeline, train
 
 Command: TypeAlias = Callable[[Sequence[str]], None]
 
@@ -37,6 +37,9 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     ),
     "site": (deploy.run_site, "a site: request, join, start, status, stop"),
     "costs": (costs.costs, "what a round costs by method: time, FLOPs, bytes, beside the first paper's numbers"),
+    "show": (finished.finished, "print finished runs side by side, from their folders: fedstill show runs/a runs/b"),
+    "export": (takeaway.export, "write a client's model, or the one for everybody, as safetensors, onnx or pt2"),
+    "predict": (takeaway.predict, "classify new samples with a client's model of a finished run"),
     "report": (report.report, "write report.html, one page of results, from the folders of runs"),
     "papers": (papers.papers, "list the papers' tables and figures: cells, data, cost here"),
     "reproduce": (

@@ -23,6 +23,7 @@ from ..run.legal import check_out
 from ..run.lock import FolderLock, check_free
 from ..run.result import Run
 from ..run.session import Transports
+from ..run.track import trackers
 from . import flags, folders, saved
 from .divisions import Divisions, seeded
 from .job import SWEEP, Job
@@ -177,7 +178,13 @@ def _run_one(
     try:
         _check_failed(folder, resume)
         start = simulation.begin(
-            experiment, out=folder, progress=step, federation=federation, resume=resume, transport=transport
+            experiment,
+            out=folder,
+            progress=step,
+            federation=federation,
+            resume=resume,
+            transport=transport,
+            callbacks=trackers(job.track, folder, job.name(label, number)),
         )
         result = simulation.finish(start, transport)
         progress.resumed(label, number, result.history[-1])
@@ -257,6 +264,7 @@ def _run_group(
         begins=begin,
         transport=transport,
         resume=resume,
+        callbacks=[trackers(job.track, job.folder(*run), job.name(*run)) for run in runs],
     )
 
 

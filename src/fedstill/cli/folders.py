@@ -25,7 +25,8 @@ SUMMARY, FIGURE, RUN = "summary.json", "figure.png", "experiment.toml"
 SWEPT = "sweep.png"
 DEMO = "demo"  # the command that may replace what it made
 FILES = (  # what a run writes into its folder
-    RUN, LOCK, SUMMARY, FIGURE, REPORT, "partition.json", "environment.json", "metrics.jsonl", "scores.json", "answers.json",
+    RUN, LOCK, SUMMARY, FIGURE, REPORT, "partition.json", "data.json", "environment.json", "metrics.jsonl", "metrics.csv",
+    "scores.json", "answers.json",
     "choices.json", "failed.json", "timeline.jsonl", "timeline.png",
     "checkpoints/round-*.safetensors", "checkpoints/round-*.json",
 )  # fmt: skip

@@ -15,6 +15,7 @@ from ..core.errors import InputError, Shown
 from ..core.method import Method
 from ..methods import METHODS
 from ..run.experiment import Experiment
+from ..run.track import check as checked
 from . import flags
 
 SWEEP = "sweep"  # the command whose experiments differ in one field or two
@@ -30,6 +31,7 @@ class Job:
     command: str = "run"
     explicit: tuple[str, ...] = ()  # the fields that flags set
     line: str = ""  # the command as it was typed
+    track: tuple[str, ...] = ()  # where records are sent besides
 
     @property
     def first(self) -> Experiment:
@@ -88,4 +90,5 @@ def plan(methods: Sequence[Method], base: Experiment, flag_values: Mapping[str, 
         values = flags.take(Experiment, {name: value for name, value in flag_values.items() if name not in own})
         experiments[method.id] = dataclasses.replace(base, **values, method=dataclasses.replace(method, **own))
     out = Path(flag_values["out"]) if "out" in flag_values else None
-    return Job(experiments, seeds, out, command, tuple(flag_values))
+    track = tuple(filter(None, flag_values.get("track", "").split(",")))
+    return Job(experiments, seeds, out, command, tuple(flag_values), track=checked(track))

@@ -31,6 +31,7 @@ def write_job(job: Job) -> None:
         "line": job.line,
         "seeds": job.seeds,
         "explicit": list(job.explicit),
+        "track": list(job.track),
         "experiments": {label: _values(experiment) for label, experiment in job.experiments.items()},
     }
     write(job.out / JOB, files.seal(record, indent=2))
@@ -48,6 +49,7 @@ def read_job(folder: Path) -> Job:
     try:
         tables, command = field(record, "experiments", dict), field(record, "command", str)
         line = field(record, "line", str, "")
+        track = tuple(items(record, "track", str)) if "track" in record else ()
         seeds, explicit = field(record, "seeds", int, least=1), items(record, "explicit", str)
     except Unreadable as error:
         raise damaged(folder, JOB, f"it should be {error}") from None
@@ -55,7 +57,7 @@ def read_job(folder: Path) -> Job:
         if not label or ".." in Path(label).parts or Path(label).is_absolute() or not can_be_shown(label):
             raise damaged(folder, JOB, f"{label!r} names no folder within it")
     experiments = {label: Experiment.from_values(values) for label, values in tables.items()}
-    return Job(experiments, seeds, folder, command, tuple(explicit), line)
+    return Job(experiments, seeds, folder, command, tuple(explicit), line, track)
 
 
 def is_job(folder: Path) -> bool:

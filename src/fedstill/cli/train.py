@@ -19,6 +19,7 @@ from ..run.experiment import Experiment, check_format
 from ..run.journal import Journal
 from ..run.lock import LOCK, FolderLock
 from ..run.session import Transports
+from ..run.track import TRACKERS
 from . import carrier, flags, folders, job, saved
 from .attacked import plan_attacked
 from .execute import execute, stoppable
@@ -59,6 +60,8 @@ class Usage:
         flags.plain(parser, group, "out", help, "FOLDER", "a folder")
         help = "run the seeds seed … seed+N−1 and report mean ± std over them [at least 1; default 1]"
         flags.plain(parser, group, "seeds", help, "N", "a whole number at least 1")
+        help = f"also send the numbers of each round to {', '.join(TRACKERS)} (several with commas) [default none]"
+        flags.plain(parser, group, "track", help, "NAME,NAME", f"one or more of {', '.join(TRACKERS)}")
         carrier.add(parser)
         flags.add_methods(parser, {name: METHODS[name] for name in methods}, Experiment)
         flags.add(parser, Experiment)

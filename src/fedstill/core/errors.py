@@ -20,6 +20,13 @@ class InputError(ValueError):
         super().__init__(printable(f"{shorten(field)} = {_shown(value)}: should be {shorten(right, 1000)}"))
 
 
+class NoSamples(InputError):
+    """Something needs a client's samples, which are not in this process."""
+
+    def __init__(self, client: int) -> None:
+        super().__init__("client", client, "one whose samples this process holds: they are with another")
+
+
 class Shown(str):
     """A value that is printed in the message without quotes: the description of something large."""
 

@@ -13,7 +13,7 @@ from torch.func import grad, grad_and_value, vmap
 
 from . import plan, tree
 from .batch import Batch
-from .errors import InputError, Shown
+from .errors import InputError, NoSamples, Shown
 from .optim import SGD
 from .plan import Length
 from .secret import Secret
@@ -125,6 +125,22 @@ class Site:
     samples: Tensor  # how many there are
     steps: Tensor  # how many SGD steps the method's phases take this round
     last: Tensor  # the round in which the client last trained (float64); 0: it has not taken part yet
+
+
+class Absent:
+    """Stands for a client's samples where they are not in this process: whatever asks for them raises `NoSamples`."""
+
+    def __init__(self, client: int) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        raise NoSamples(self._client)
+
+    def __getitem__(self, rows: Any) -> Any:
+        raise NoSamples(self._client)
+
+    def __len__(self) -> int:
+        raise NoSamples(self._client)
 
 
 @dataclass(frozen=True)

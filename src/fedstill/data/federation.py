@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -21,6 +22,7 @@ from .record import Record, load_record
 from .split import official_test, parse_split, split_indices
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+LISTED = 20  # clients that a notebook lists
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +65,27 @@ class Federation:
     std: tuple[float, ...] = ()
     external: Pair | None = None  # test data of a source that no client had, normalised alike
     whole: Whole | None = None  # of a share (`only`): what is known of all clients
+    names: tuple[str, ...] = ()  # the clients' names, where each is one owner or domain of the source
+
+    def __repr__(self) -> str:
+        sizes = self.sizes("train")
+        shape = "×".join(map(str, self.shape))
+        return (
+            f"Federation({self.name!r}: {len(self)} clients, {self.classes} classes, samples of {shape}, "
+            f"{min(sizes):,} to {max(sizes):,} training samples each; hash {self.hash[:12]})"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return a table of the clients' samples, for a notebook."""
+        columns = {"train": self.sizes("train"), "test": self.sizes("test")}
+        rows = [
+            f"<tr><td>{html.escape(self.names[k] if self.names else str(k))}</td>"
+            + "".join(f"<td>{sizes[k]:,}</td>" for sizes in columns.values())
+            for k in range(min(len(self), LISTED))
+        ]
+        more = f"<p>and {len(self) - LISTED:,} more clients</p>" if len(self) > LISTED else ""
+        head = "".join(f"<th>{name}</th>" for name in ("client", *columns))
+        return f"<p>{html.escape(repr(self))}</p><table><tr>{head}</tr>{''.join(rows)}</table>{more}"
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -209,8 +232,16 @@ class Federation:
             members.append(Client(*_take(data, train), *_take(data, test), *(_take(data, val) if len(val) else ())))
         return cls(
             tuple(members), data.classes, data.name, record.hash, data.test_tensors(), record.to_dict(),
-            data.labels, data.mean, data.std,
+            data.labels, data.mean, data.std, names=_names(record.kind, data, indices),
         )  # fmt: skip
+
+
+def _names(kind: str, data: Dataset, indices: Sequence[Ints]) -> tuple[str, ...]:
+    """Return the clients' names where each client is one owner or domain that has a name; else none."""
+    of = {"owner": data.owner, "domain": data.domain}.get(kind)
+    if of is None or not data.groups:
+        return ()
+    return tuple(data.groups[int(of[own[0]])] for own in indices)
 
 
 def _sizes(client: Client) -> dict[str, int]:

@@ -14,7 +14,7 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
@@ -192,8 +192,42 @@ def npz(path: Path) -> Split:
         return npz_split(file, str(path))
 
 
+def npz_samples(path: Path) -> tuple[Array, Array | None]:
+    """Read the samples x of an npz file and, where it has them, their labels y."""
+    with regular(path) as file:
+        x, *y = _npz_arrays(file, str(path), _one_set)
+        return x, y[0] if y else None
+
+
+def _one_set(names: list[str], where: str) -> list[str]:
+    """Return the names of samples and, where they are there, of labels."""
+    if "x" not in names:
+        has = ", ".join(sorted(names)[:20]) or "nothing"
+        raise wrong(where, f"an npz file with x, and y where the labels are known (it holds {has})")
+    return [name for name in ("x", "y") if name in names]
+
+
 def npz_split(file: IO[bytes], where: str) -> Split:
     """Read the arrays x and y, or train_x, train_y and, where it has them, test_x and test_y, of an open npz file."""
+    arrays = _npz_arrays(file, where, _parts)
+    return arrays[0], arrays[1], (arrays[2], arrays[3]) if len(arrays) == 4 else None
+
+
+def _parts(names: list[str], where: str) -> list[str]:
+    """Return the names of the arrays that make up a data set."""
+    tests = [name for name in ("test_x", "test_y") if name in names]
+    if {"train_x", "train_y"} <= set(names):
+        if len(tests) == 1:
+            raise wrong(where, f"an npz file with test_x and test_y, or without (it holds {tests[0]} alone)")
+        return ["train_x", "train_y", *tests]
+    if {"x", "y"} <= set(names):
+        return ["x", "y"]
+    has = ", ".join(sorted(names)[:20]) or "nothing"
+    raise wrong(where, f"an npz file with x and y, or train_x, train_y, test_x and test_y (it holds {has})")
+
+
+def _npz_arrays(file: IO[bytes], where: str, choose: Callable[[list[str], str], list[str]]) -> list[Array]:
+    """Read those arrays of an open npz file that `choose` names, given all names."""
     if file.read(6) == b"\x93NUMPY":
         raise wrong(where, "an npz file that holds named arrays (this is a single array)")
     file.seek(0)
@@ -203,28 +237,18 @@ def npz_split(file: IO[bytes], where: str) -> Split:
             names = [member.filename.removesuffix(".npy") for member in members]
             if len(members) > MOST_MEMBERS:
                 raise wrong(where, f"an npz file of at most {MOST_MEMBERS:,} arrays (it holds {len(members):,})")
-            tests = [name for name in ("test_x", "test_y") if name in names]
-            if {"train_x", "train_y"} <= set(names):
-                wanted = ["train_x", "train_y", *tests]
-                if len(tests) == 1:
-                    raise wrong(where, f"an npz file with test_x and test_y, or without (it holds {tests[0]} alone)")
-            elif {"x", "y"} <= set(names):
-                wanted = ["x", "y"]
-            else:
-                has = ", ".join(sorted(names)[:20]) or "nothing"
-                raise wrong(where, f"an npz file with x and y, or train_x, train_y, test_x and test_y (it holds {has})")
+            wanted = choose(names, where)
             if twice := [name for name in wanted if names.count(name) > 1]:
                 raise wrong(where, f"an npz file whose arrays are there once (it has {twice[0]} twice)")
             found = [_member(archive, where, members[names.index(name)]) for name in wanted]
             for member in members:  # the directory agrees with what stands before each member; nothing is expanded
                 archive.open(member).close()
             memory.require("data file", where, sum(size + 4 * math.prod(shape) for *_, shape, _, size in found))
-            arrays = [_array(archive, where, *each) for each in found]
+            return [_array(archive, where, *each) for each in found]
     except (InputError, MemoryError):
         raise
     except Exception as error:  # damaged bytes raise whatever zipfile or zlib stumble over
         raise wrong(where, f"a whole npz file of plain arrays ({first_line(error)})") from None
-    return arrays[0], arrays[1], (arrays[2], arrays[3]) if len(arrays) == 4 else None
 
 
 Found = tuple[zipfile.ZipInfo, "np.dtype[np.generic]", tuple[int, ...], bool, int]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.errors import InputError
+from ..core.errors import NoSamples
 from ..core.tree import put
 
 
@@ -70,7 +70,7 @@ class Part:
         """Refuse clients whose samples are with another process."""
         missing = [] if self.held is None else [k for k in clients if k not in self.held]
         if missing:
-            raise InputError("client", missing[0], "one whose samples this process holds: they are with another")
+            raise NoSamples(missing[0])
 
     def all(self) -> tuple[Tensor, Tensor]:
         """Return all clients' samples and labels."""

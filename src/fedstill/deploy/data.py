@@ -94,7 +94,9 @@ def skeleton(names: Sequence[str], abouts: Sequence[Mapping[str, Any]]) -> Feder
     labels = tuple(first["labels"])
     classes = max(int(about["classes"]) for about in abouts)
     whole = Whole(frozenset(), False, sizes, sums)
-    return Federation((nobody,) * len(names), classes, "sites", sums, None, record, labels, whole=whole)
+    return Federation(
+        (nobody,) * len(names), classes, "sites", sums, None, record, labels, whole=whole, names=tuple(names)
+    )
 
 
 def _empty(client: Client) -> Client:

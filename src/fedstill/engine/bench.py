@@ -7,7 +7,7 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias, get_args
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..core.method import Method, Phase
 from ..core.optim import SGD
 from ..core.plan import JointPlan, Length, Plan
 from ..core.secret import Secret
-from ..core.task import Site, Task
+from ..core.task import Absent, Site, Task
 from ..core.tree import Tree
 from ..data.samples import Part
 from ..nn.net import Net
@@ -207,12 +207,24 @@ class Bench:
         return dataclasses.replace(self.task, round=round, site=site)
 
     def home(self, round: int, client: int, last: int = 0) -> Task:
-        """Return the task as a client by itself sees it, with its own training data and no padding."""
-        x, y = self.data.train.of(client)
-        steps = self.steps(client, self.phases(round))
-        index = torch.arange(len(y), device=x.device)
-        when = torch.tensor(float(last), dtype=torch.float64, device=y.device)
-        task = self.at(round, Site(x, y, index, x.new_tensor(len(y)), x.new_tensor(steps), when))
+        """Return the task as a client by itself sees it, with its own training data and no padding.
+
+        Where its samples are not in this process, only what asks for them fails.
+        """
+        train, steps = self.data.train, self.steps(client, self.phases(round))
+        x: Any
+        y: Any
+        index: Any
+        if train.held is not None and client not in train.held:
+            x = y = index = Absent(client)
+        else:
+            x, y = train.of(client)
+            index = torch.arange(len(y), device=y.device)
+        when = torch.tensor(float(last), dtype=torch.float64, device=train.y.device)
+        samples, made = (
+            torch.tensor(n, dtype=self.net.dtype, device=train.y.device) for n in (train.sizes[client], steps)
+        )
+        task = self.at(round, Site(x, y, index, samples, made, when))
         return dataclasses.replace(task, lr=self.varied["lr"][client]) if "lr" in self.varied else task
 
 

@@ -91,7 +91,10 @@ class JournalCallback:
         self.journal.write_choices(self.choices)
         round, stops = record["round"], self.stop is not None and self.stop.due(record["round"])
         due = round % self.checkpoint_every == 0 if self.checkpoint_every else self.pace.due(round)
-        if not (due or round == coordinator.task.rounds or stops):
+        last = round == coordinator.task.rounds
+        if last or stops:
+            self.journal.write_table(coordinator.state.history)
+        if not (due or last or stops):
             return None
         return self.pace.timed(save(self.journal, coordinator, self.choices))
 

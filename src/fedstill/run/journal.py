@@ -2,6 +2,8 @@
 
     experiment.toml    all settings, defaults included              environment.json   versions and device
     partition.json     who has which samples, with its hash         metrics.jsonl      one record a round
+    data.json          shape of a sample, names of clients and      metrics.csv        its plain numbers as a table, once the run
+                       classes, how samples were normalised                            has ended or stopped
     timeline.jsonl     with simulated time: what each client did and when, one line a round
     scores.json        scores after the federation                  failed.json        why the run could not go on
     answers.json       which test samples each client's model gets right after the last round
@@ -35,14 +37,17 @@ from ..core.files import Damaged, write
 from ..core.reading import Missing, Unreadable, field, open_regular, parse_json, read_json
 from ..core.tree import Tree
 from ..core.version import __version__
+from ..data.outline import Outline
 from ..engine.stage import say
 from ..nn.kernels.autotune import Choices
 from .checkpoint import Bound, Checkpoint, Checkpoints, CheckpointWriter
 from .experiment import FORMAT
+from .frame import as_csv
 from .lock import CHECKPOINTS, FolderLock, check_free
 
 FAILED, SCORES, CHOICES = "failed.json", "scores.json", "choices.json"
 EXPERIMENT, PARTITION, ENVIRONMENT = "experiment.toml", "partition.json", "environment.json"
+DATA, TABLE = "data.json", "metrics.csv"
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,15 @@ class Journal:
         self._records = {file.stem: hashlib.sha256() for file in (self.metrics, self.timeline)}  # of what is written
         self._lock: FolderLock | None = None
 
-    def begin(self, experiment: str, partition: Mapping[str, Any], device: torch.device, threads: int = 0) -> None:
+    def begin(
+        self,
+        experiment: str,
+        partition: Mapping[str, Any],
+        device: torch.device,
+        threads: int = 0,
+        engine: str = "",
+        outline: Outline | None = None,
+    ) -> None:
         """Create the folder, which must be new or empty, and write the files that determine the run.
 
         `threads` is how many clients train on (0: as many as torch is set to), on which last bits may depend.
@@ -133,11 +146,13 @@ class Journal:
         division = json.dumps(partition)
         about = {
             **environment(device, threads),
+            **({"engine": engine} if engine else {}),
             "partition": files.digest(division.encode()),
             "experiments": [{"after": 0, "sha256": files.digest(experiment.encode())}],
         }
         contents = {
             PARTITION: division.encode(),
+            **({} if outline is None else {DATA: files.seal(outline.to_dict())}),
             ENVIRONMENT: files.seal(about, indent=2),
             EXPERIMENT: experiment.encode(),  # last: a folder without it holds no run yet
         }
@@ -207,6 +222,13 @@ class Journal:
                 f"{self.folder}: it began with {'; '.join(changed)}: last bits may differ from those of a run without a stop"
             )
 
+    def outline(self) -> Outline | None:
+        """Return the form of the run's data; None where that is not known, or not as it was written."""
+        try:
+            return Outline.from_dict(files.unseal(self.folder / DATA))
+        except (Damaged, Unreadable):
+            return None
+
     def check_partition(self, partition: Mapping[str, Any]) -> None:
         """Refuse to continue if the data is divided differently than at the start of the run."""
         try:
@@ -244,6 +266,10 @@ class Journal:
             return files.unseal(self.folder / CHOICES)
         except Damaged:
             return {}
+
+    def write_table(self, history: Sequence[Mapping[str, Any]]) -> None:
+        """Write the plain numbers of all rounds as CSV, beside metrics.jsonl."""
+        write(self.folder / TABLE, as_csv(history).encode())
 
     def history(self) -> list[dict[str, Any]]:
         """Return the records, as far as they are as they should be."""

@@ -25,7 +25,7 @@ except ImportError:  # Windows
 LOCK = ".lock"  # the file's name; it says which process is at work
 MARKS = ("experiment.toml", "job.json")  # written last: a folder that holds one holds a run, or several
 CHECKPOINTS = "checkpoints"
-BEGINNING = ("partition.json", "environment.json", CHECKPOINTS)  # what is in it before
+BEGINNING = ("partition.json", "data.json", "environment.json", CHECKPOINTS)  # what is in it before
 _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 

@@ -17,6 +17,7 @@ from ..core.protection import POISONS
 from ..core.task import Average, Task
 from ..core.tree import Params, Tree
 from ..data import Federation
+from ..data.outline import Outline
 from ..data.poison import poisoned
 from ..edge.data_manager import DataManager, join
 from ..engine.bench import Bench, threads
@@ -52,6 +53,7 @@ class Simulation:
     devices: clock.Devices | None = None  # of simulated time
     attack: Attack | None = None
     trust: Trust | None = None
+    outline: Outline | None = None
     experiment: Experiment | None = None  # where the run is a whole experiment, which another process can prepare
 
     @property
@@ -129,7 +131,7 @@ def prepare(
     split = by_head(model, head)
     joining = scores.newcomers(Plan(training.seed, training.batch_size), len(federation), training.newcomers)
     attack = Attack.of(training, training.seed, [k for k in range(len(federation)) if k not in joining])
-    root, seed = None, training.seed
+    root, seed, outline = None, training.seed, Outline.of(federation)
     if training.average == "fltrust":
         root, federation = root_of(federation, training.root_samples, seed)
     if attack is not None and training.attack in POISONS:
@@ -173,7 +175,8 @@ def prepare(
     )  # fmt: skip
     samples = scores.Samples.of(federation)
     return Simulation(
-        method, training, trainer, manager, net.initial(), device, samples, joining, federation.external, devices, attack, trust
+        method, training, trainer, manager, net.initial(), device, samples, joining, federation.external, devices, attack, trust,
+        outline,
     )  # fmt: skip
 
 

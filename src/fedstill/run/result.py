@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import html
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias
 
 from .. import scores
 from ..core import settings, tree
-from ..core.errors import InputError, Shown, TrainingError
+from ..core.errors import InputError, NoSamples, Shown, TrainingError, nearest
 from ..core.method import Method
 from ..core.task import Task
 from ..core.tree import Params, Tree
 from ..data import Dataset
+from ..data.outline import Outline
 from ..edge.data_manager import DataManager
 from ..engine.trainer import Trainer
 from ..server.coordinator import Coordinator, Record
 from ..transport.messages import Kind, Reply
-from . import accounting
+from . import accounting, frame
 from .driver import Driver
 from .evaluate import Evaluation
 from .experiment import Training
-from .prepare import Simulation
+from .prepare import PYTHON, Simulation
 
 _tables: list[Callable[[Sequence[Run]], str]] = []
 
@@ -30,6 +34,23 @@ def register_table(render: Callable[[Sequence[Run]], str]) -> Callable[[Sequence
     """Make `render` what `Run.table` prints with: results do not import reports, which are made of them."""
     _tables.append(render)
     return render
+
+
+Parts: TypeAlias = tuple[Simulation, Coordinator, Driver]
+
+
+class Source(Protocol):
+    """What a run's folder holds (see `load`)."""
+
+    @property
+    def has_data(self) -> bool:
+        """Whether the data have been read."""
+
+    def open(self) -> Parts:
+        """Return the run as it was after its last checkpoint, without its data unless these were asked for before."""
+
+    def read_data(self) -> Parts:
+        """Read the run's data as well."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,7 +70,11 @@ class Run:
     attackers: tuple[int, ...] = ()  # simulated, which no score counts
     after: dict[str, Any] = dataclasses.field(default_factory=dict)  # scores after the federation that were asked for
     beside: dict[str, Any] = dataclasses.field(default_factory=dict)  # settings of its data that tell it from others
+    outline: Outline | None = None  # the form of its data, with the names of clients and classes
+    model: str = ""  # by name, where it has one
+    folder: Path | None = None  # that it was loaded from
     _cost: list[accounting.Cost] = dataclasses.field(default_factory=list)  # once it was asked for
+    _source: Source | None = None  # of a run that was loaded: what its folder holds
 
     @classmethod
     def of(cls, simulation: Simulation, coordinator: Coordinator, driver: Driver, engine: str, seconds: float) -> Run:
@@ -59,18 +84,19 @@ class Run:
         attackers = () if simulation.attack is None else tuple(sorted(simulation.attack.clients))
         return cls(
             simulation, coordinator, driver, simulation.method, simulation.training, engine, history, seconds, task, newcomers,
-            attackers,
+            attackers, outline=simulation.outline,
+            model=PYTHON if simulation.experiment is None else simulation.experiment.model,
         )  # fmt: skip
 
     @property
     def trainer(self) -> Trainer:
         """What trains and scores clients in this process, with their data."""
-        return self._loaded()[0].trainer
+        return self._with_data()[0].trainer
 
     @property
     def data(self) -> DataManager:
         """The clients' data."""
-        return self._loaded()[0].data
+        return self._with_data()[0].data
 
     @property
     def server(self) -> Tree:
@@ -80,7 +106,7 @@ class Run:
     @property
     def external_data(self) -> Any:
         """Samples and labels of a source that no client had, where the run has one."""
-        return self._loaded()[0].external
+        return self._with_data()[0].external
 
     @property
     def clients(self) -> list[int]:
@@ -107,17 +133,16 @@ class Run:
     def without_data(self) -> Run:
         """Return the same result, its cost counted, without the clients and their data."""
         _ = self.cost
-        return dataclasses.replace(self, _simulation=None, _coordinator=None, _driver=None)
+        return dataclasses.replace(self, _simulation=None, _coordinator=None, _driver=None, _source=None)
 
     @property
     def has_data(self) -> bool:
         """Whether the clients and their data are still loaded."""
-        return self._simulation is not None
+        return self._simulation is not None or (self._source is not None and self._source.has_data)
 
     def ask(self, kind: Kind, clients: Sequence[int], **options: Any) -> list[Reply]:
         """Send an order to each of the clients, with what they would download now; return the replies that can be."""
-        _, coordinator, driver = self._loaded()
-        replies = driver.ask([coordinator.order(kind, self.task, k, **options) for k in clients], coordinator.run)
+        coordinator, replies = self._asked(kind, clients, **options)
         return coordinator.sound(replies)
 
     def served(self, client: int) -> Params:
@@ -136,12 +161,27 @@ class Run:
         memory = reply.up.get("memory", self.method.init_client(self.task, self._loaded()[0].initial))
         return tree.to({**memory, **reply.up.get("undecided", {})}, self.task.net.device)
 
-    def personal(self, client: int) -> Params:
-        """Return a client's own model as a state dict (for a method without personal models, the generic one)."""
+    def personal(self, client: int | str) -> Params:
+        """Return the own model of a client, by its number or name, as a state dict.
+
+        For a method without personal models that is the generic one.
+        """
+        return self.task.net.export(self.served(self.client(client)))
+
+    def client(self, client: int | str) -> int:
+        """Return the number of a client, which is given by its number or its name; refuse one that there is not."""
         last = self.task.clients + len(self.newcomers) - 1
-        if not 0 <= client <= last:
-            raise InputError("client", client, f"a number from 0 to {last}")
-        return self.task.net.export(self.served(client))
+        names = () if self.outline is None else self.outline.names
+        if isinstance(client, str) and client in names:
+            return names.index(client)
+        try:
+            number = int(client)
+        except ValueError:
+            number = -1
+        if not 0 <= number <= last:
+            named = f", or a name: {nearest(client, names)}" if isinstance(client, str) and names else ""
+            raise InputError("client", client, f"a number from 0 to {last}{named}")
+        return number
 
     def generic(self) -> Params:
         """Return the model for everybody as a state dict (for `Local`, where nobody trains one: the initial weights)."""
@@ -172,7 +212,7 @@ class Run:
 
     def external(self, data: Dataset | Sequence[Any], model: Literal["ensemble", "generic"] = "ensemble") -> float:
         """Return the accuracy on a source that no client had, a `Dataset` or (x, y): of all models' vote, or the generic one."""
-        return scores.on_external(self, self._loaded()[0].samples.read(data), model)
+        return scores.on_external(self, self._with_data()[0].samples.read(data), model)
 
     def averaged(
         self, on: Literal["clients", "common"] = "clients", mean: Literal["weighted", "uniform"] = "weighted"
@@ -197,22 +237,65 @@ class Run:
         """Return how often the personal and the generic models give class `target` to samples with a backdoor's trigger."""
         return scores.backdoor(self, target)
 
+    def to_frame(self, clients: bool = False) -> Any:
+        """Return the records as a pandas frame, a row for each round; with `clients`, one for each scored round and client."""
+        try:
+            import pandas
+        except ImportError:
+            raise InputError(
+                "to_frame", Shown("no pandas"), "called where it is installed: pip install pandas"
+            ) from None
+        rows = frame.by_client(self.history, self.outline) if clients else frame.by_round(self.history)
+        return pandas.DataFrame(rows)
+
+    def __repr__(self) -> str:
+        known = [f"{len(self.history)} rounds", f"{len(self.clients)} clients"]
+        with contextlib.suppress(InputError):
+            known += [f"{100 * self.score():.2f} % ({Evaluation()})"]
+        where = "" if self.folder is None else f" in {self.folder}"
+        return f"Run({self.method.id or type(self.method).__name__}{where}: {', '.join(known)})"
+
+    def _repr_html_(self) -> str:
+        """Return the table of results, for a notebook."""
+        return f"<pre>{html.escape(self.table() if self.history else repr(self))}</pre>"
+
     def table(self) -> str:
         """Return the result as text, with the settings that it belongs to."""
         return _tables[-1]([self])
 
     def _one(self, kind: Kind, client: int, **options: Any) -> Reply:
         """Return the reply of one client."""
-        _, coordinator, driver = self._loaded()
-        replies = driver.ask([coordinator.order(kind, self.task, client, **options)], coordinator.run)
+        coordinator, replies = self._asked(kind, [client], **options)
         reason = coordinator.unsound(replies[0]) or replies[0].refusal if replies else ""
         if not replies or reason:
             why = f": {reason}" if reason else ""
             raise TrainingError(f"client {client} did not answer an order of the kind {kind!r}{why}")
         return replies[0]
 
-    def _loaded(self) -> tuple[Simulation, Coordinator, Driver]:
+    def _asked(self, kind: Kind, clients: Sequence[int], **options: Any) -> tuple[Coordinator, list[Reply]]:
+        """Send orders; where clients of a run that was loaded cannot answer without their samples, read these first."""
+        try:
+            return self._send(self._loaded(), kind, clients, **options)
+        except NoSamples:
+            if self._source is None:
+                raise
+            return self._send(self._source.read_data(), kind, clients, **options)
+
+    def _send(
+        self, parts: Parts, kind: Kind, clients: Sequence[int], **options: Any
+    ) -> tuple[Coordinator, list[Reply]]:
+        _, coordinator, driver = parts
+        orders = [coordinator.order(kind, self.task, k, **options) for k in clients]
+        return coordinator, driver.ask(orders, coordinator.run)
+
+    def _with_data(self) -> Parts:
+        """Return simulation, coordinator and driver with the data, which are read where the run was loaded without them."""
+        return self._loaded() if self._source is None else self._source.read_data()
+
+    def _loaded(self) -> Parts:
         """Return the simulation, coordinator and driver; fail if the run was made without its data."""
+        if self._source is not None:
+            return self._source.open()
         if self._simulation is None or self._coordinator is None or self._driver is None:
             raise RuntimeError("this run was made without its data")
         return self._simulation, self._coordinator, self._driver

@@ -15,6 +15,7 @@ from ..core.errors import InputError, TrainingError, check_callable, check_path
 from ..core.method import Method
 from ..core.training import REAL, Timing
 from ..data import Federation
+from ..data.outline import Outline
 from ..server.coordinator import Callback
 from ..timing import clock
 from . import legal
@@ -22,7 +23,7 @@ from .callbacks import Progress
 from .experiment import Experiment, Training, check_format, to_toml
 from .journal import Journal
 from .lock import check_free
-from .prepare import PYTHON, federation_of, from_experiment, prepare
+from .prepare import PYTHON, Simulation, federation_of, from_experiment, prepare
 from .result import Run
 from .session import Elsewhere, Start, Transports, start
 from .signals import listening
@@ -63,7 +64,7 @@ def simulate(
         partition = partition_record(data, simulation.training.profile)
         with journal.entered():
             if not resume or not journal.begun:
-                journal.begin(text, partition, simulation.device, simulation.trainer.training_threads)
+                _begin(journal, text, partition, simulation, data)
                 resume = False
             else:
                 journal.check_settings()
@@ -80,11 +81,16 @@ def run(
     out: str | Path | None = None,
     progress: Progress | None = None,
     federation: Federation | None = None,
+    callbacks: Sequence[Callback] = (),
     transport: Transports | None = None,
 ) -> Run:
-    """Run a whole experiment: read and divide the data, build the model, train. `federation` saves reading it again."""
+    """Run a whole experiment: read and divide the data, build the model, train. `federation` saves reading it again.
+
+    `callbacks` follow the run, as those of `simulate`.
+    """
     legal.check_run(experiment, out, progress, federation)
-    return finish(begin(experiment, out=out, progress=progress, federation=federation, transport=transport), transport)
+    one = begin(experiment, out=out, progress=progress, federation=federation, callbacks=callbacks, transport=transport)
+    return finish(one, transport)
 
 
 def begin(
@@ -95,6 +101,7 @@ def begin(
     federation: Federation | None = None,
     resume: bool = False,
     transport: Transports | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Start:
     """Return a whole experiment as it is before its first round, its folder made.
 
@@ -103,17 +110,30 @@ def begin(
     journal = Journal(out) if out is not None else None
     if journal and resume and journal.begun:
         return continued(
-            journal.folder, progress=progress, federation=federation, experiment=experiment, transport=transport
+            journal.folder,
+            progress=progress,
+            federation=federation,
+            experiment=experiment,
+            transport=transport,
+            callbacks=callbacks,
         )
     if journal:
         check_free(journal.folder, resume)
     federation = share_of(federation, experiment, transport)
     simulation, federation = from_experiment(experiment, federation)
     if journal:
-        record, threads = partition_record(federation, experiment.profile), simulation.trainer.training_threads
+        record = partition_record(federation, experiment.profile)
         with journal.entered():
-            journal.begin(complete(experiment, federation).to_toml(), record, simulation.device, threads)
-    return Start(simulation, journal, experiment.checkpoint_every, progress)
+            _begin(journal, complete(experiment, federation).to_toml(), record, simulation, federation)
+    return Start(simulation, journal, experiment.checkpoint_every, progress, callbacks=callbacks)
+
+
+def _begin(
+    journal: Journal, text: str, partition: dict[str, Any], simulation: Simulation, federation: Federation
+) -> None:
+    """Have a journal write what determines a run."""
+    threads, engine = simulation.trainer.training_threads, simulation.trainer.name
+    journal.begin(text, partition, simulation.device, threads, engine, Outline.of(federation))
 
 
 def complete(experiment: Experiment, federation: Federation) -> Experiment:
@@ -147,6 +167,7 @@ def continued(
     federation: Federation | None = None,
     experiment: Experiment | None = None,
     transport: Transports | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Start:
     """Return the run that a folder holds as it goes on after its newest checkpoint.
 
@@ -170,7 +191,9 @@ def continued(
             raise InputError("rounds", wanted.rounds, f"at least {done}: so many are over")
         journal.note_changes(simulation.device)
     amended = wanted.to_toml() if changed else ""
-    return Start(simulation, journal, wanted.checkpoint_every, progress, resume=True, amended=amended)
+    return Start(
+        simulation, journal, wanted.checkpoint_every, progress, resume=True, amended=amended, callbacks=callbacks
+    )
 
 
 def check_same(held: Experiment, wanted: Experiment, folder: Path) -> None:

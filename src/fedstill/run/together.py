@@ -13,6 +13,7 @@ from pathlib import Path
 from ..core.errors import CannotStack, TrainingError, first_line
 from ..data import Federation
 from ..engine.stage import say
+from ..server.coordinator import Callback
 from . import legal
 from .callbacks import Progress
 from .experiment import Experiment
@@ -52,6 +53,7 @@ def try_together(
     begins: Callable[[Sequence[int]], None] | None = None,
     transport: Transports | None = None,
     resume: bool = False,
+    callbacks: Sequence[Sequence[Callback]] | None = None,
 ) -> list[Run | TrainingError]:
     """Run as `run_together` does, with a progress function for each run; a run that fails is replaced by its error.
 
@@ -61,11 +63,17 @@ def try_together(
     none = [None] * len(experiments)
     starts: list[Start] = []
     try:
-        for experiment, folder, federation, follow in zip(
-            experiments, outs or none, federations or none, progress or none, strict=True
+        for experiment, folder, federation, follow, others in zip(
+            experiments, outs or none, federations or none, progress or none, callbacks or [()] * len(none), strict=True
         ):
             one = begin(
-                experiment, out=folder, federation=federation, progress=follow, resume=resume, transport=transport
+                experiment,
+                out=folder,
+                federation=federation,
+                progress=follow,
+                resume=resume,
+                transport=transport,
+                callbacks=others,
             )
             starts.append(one)
         with listening(all(one.journal is not None for one in starts)) as stop:

@@ -209,6 +209,9 @@ def _run(root: Path, folder: Path, numbers: Record) -> Result:
         raise InputError("folder", str(folder), f"one whose {EXPERIMENT} is as fedstill wrote it ({error})") from None
     journal = Journal(folder)
     partition = {name: value for name, value in _optional(folder / PARTITION, LARGEST).items() if name != "indices"}
+    outline = journal.outline()
+    if outline is not None and outline.names:
+        partition["names"] = list(outline.names)
     after = {name: value for name, value in (journal.scores() or {}).items() if isinstance(value, float)}
     history = journal.history()
     gaps = [record["forgetting"] for record in history if "forgetting" in record]

@@ -1,0 +1,121 @@
+"""Read samples for a model that is there already: of the form that it was trained on, with labels or without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..core.errors import InputError, Shown, nearest
+from .dataset import Array, Dataset, Ints, samples, targets
+from .files import npz_samples, wrong
+from .images import SUFFIXES, decode, folders_in, images_in, is_class_folder
+from .outline import Outline
+from .silos import read_csv, silo_files
+
+ARRAYS = (".csv", ".npz")
+
+
+@dataclass(frozen=True)
+class Own:
+    """Samples, normalised as those of the run were, and where each is from; labels where the files have them."""
+
+    x: torch.Tensor
+    y: torch.Tensor | None
+    where: tuple[str, ...]
+
+
+def read(path: str | Path, outline: Outline) -> Own:
+    """Read a CSV or npz file, an image, or a folder of these (class folders of images, too)."""
+    place = Path(path)
+    try:
+        if place.is_dir():
+            x, y, where = _folder(place, outline)
+        elif place.suffix.lower() in ARRAYS:
+            x, y, where = _arrays([place], outline)
+        elif place.suffix.lower() in SUFFIXES:
+            x, y, where = _images([place], None, place.parent, outline)
+        else:
+            raise wrong(place, f"a file that ends in {', '.join((*ARRAYS, *SUFFIXES))}, or a folder of such files")
+    except OSError as error:
+        raise wrong(place, f"a file or folder that can be read ({error.strerror or error})") from None
+    if tuple(x.shape[1:]) != outline.shape:
+        raise InputError(
+            "data",
+            Shown(f"{place} with samples of shape {_shape(x.shape[1:])}"),
+            f"samples of {_shape(outline.shape)}, as the run's",
+        )
+    if x.dtype not in (np.uint8, np.float32):
+        x = x.astype(np.float32)
+    labels = np.zeros(len(x), np.int64) if y is None else y
+    alike = Dataset("data", x, labels, outline.classes, mean=outline.mean, std=outline.std)
+    return Own(alike.tensor(x), None if y is None else torch.from_numpy(y), where)
+
+
+def _folder(folder: Path, outline: Outline) -> tuple[Array, Ints | None, tuple[str, ...]]:
+    tables = silo_files(folder)
+    if tables:
+        return _arrays(tables, outline)
+    if is_class_folder(folder):
+        paths, labels = [], []
+        for child in folders_in(folder):
+            inside = images_in(child)
+            paths += inside
+            labels += [_class_of(child, outline)] * len(inside) if inside else []
+        return _images(paths, np.array(labels, np.int64), folder, outline)
+    loose = images_in(folder)
+    if not loose:
+        raise wrong(folder, "a folder that holds CSV, npz or image files, or class folders of images")
+    return _images(loose, None, folder, outline)
+
+
+def _class_of(folder: Path, outline: Outline) -> int:
+    """Return the number of the class that a folder is named after."""
+    known = outline.labels or tuple(map(str, range(outline.classes)))
+    if folder.name not in known:
+        raise InputError("class folder", str(folder), f"named after a class of the run: {nearest(folder.name, known)}")
+    return known.index(folder.name)
+
+
+def _images(
+    paths: Sequence[Path], labels: Ints | None, folder: Path, outline: Outline
+) -> tuple[Array, Ints | None, tuple[str, ...]]:
+    if len(outline.shape) != 3:
+        raise wrong(folder, f"samples of shape {_shape(outline.shape)}, as the run's: these are images")
+    channels, height, width = outline.shape
+    size = height if height == width else None
+    where = tuple(path.relative_to(folder).as_posix() for path in paths)
+    return decode(paths, size, folder, colour=channels == 3), labels, where
+
+
+def _arrays(paths: Sequence[Path], outline: Outline) -> tuple[Array, Ints | None, tuple[str, ...]]:
+    xs, ys, where = [], [], []
+    for path in paths:
+        x, y = _csv(path, outline) if path.suffix.lower() == ".csv" else npz_samples(path)
+        xs.append(samples(str(path), x))
+        if xs[-1].shape[1:] != xs[0].shape[1:]:
+            raise wrong(
+                path, f"samples of {_shape(xs[0].shape[1:])} as in {paths[0].name} (it has {_shape(xs[-1].shape[1:])})"
+            )
+        ys.append(None if y is None else targets(str(path), y, len(x), outline.classes))
+        where += [f"{path.name}:{row}" for row in range(len(x))]
+    labelled = [y for y in ys if y is not None]
+    if labelled and len(labelled) < len(ys):
+        raise wrong(paths[ys.index(None)], "labelled as the other files of its folder are")
+    return np.concatenate(xs), np.concatenate(labelled) if labelled else None, tuple(where)
+
+
+def _csv(path: Path, outline: Outline) -> tuple[Array, Array | None]:
+    """Read a CSV file. Without a column more than the samples have features, it has no labels."""
+    x, last, header = read_csv(path)
+    named = any(cell.lower() in ("label", "y") for cell in header or [])
+    if not named and outline.shape == (x.shape[1] + 1,):
+        return np.column_stack([x, last]), None
+    return x, last
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape)) or "()"
