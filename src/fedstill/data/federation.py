@@ -252,7 +252,9 @@ def _record(scheme: Partition, data: Dataset, indices: list[Ints], seed: int, po
     if scheme.kind != "file":
         parameter = scheme.parameter if scheme.sigma is None else str(scheme).partition(":")[2]
         names = _client_names(scheme.kind, data, indices)
-        return Record(scheme.kind, parameter, len(lists), seed, data.name, len(data), lists, pool, split, names, data.labels)
+        return Record(
+            scheme.kind, parameter, len(lists), seed, data.name, len(data), lists, pool, split, names, data.labels
+        )
     saved = load_record(Path(str(scheme.parameter)))
     for name, value, right in (("source", saved.source, data.name), ("pool", saved.pool, pool)):
         if value != right:

@@ -214,7 +214,10 @@ class Journal:
         except Unreadable as error:
             raise InputError("folder", str(self.folder), f"one whose {PARTITION} is {error}") from None
         now = json.loads(json.dumps(partition))
-        left = {"indices", *(name for name in ("names", "labels") if name not in before)}  # names are newer than the format
+        left = {
+            "indices",
+            *(name for name in ("names", "labels") if name not in before),
+        }  # names are newer than the format
         changed = [name for name in {**before, **now} if name not in left and before.get(name) != now.get(name)]
         if changed:
             name = changed[0]

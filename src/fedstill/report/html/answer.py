@@ -18,7 +18,11 @@ def answer(study: Study, tested: Differences | None, found: Mapping[str, list[Ve
     return join(
         [
             tag("p", _best(study, tested), cls="answer"),
-            *([tag("p", _client_by_client(study, tested), cls="answer second")] if tested and not _usual(study) else []),
+            *(
+                [tag("p", _client_by_client(study, tested), cls="answer second")]
+                if tested and not _usual(study)
+                else []
+            ),
             *([tag("p", _served(study, found, label), cls="answer second")] if label in found else []),
         ]
     )

@@ -55,10 +55,17 @@ def curve(runs: Sequence[Result], contract: Evaluation = PERSONAL) -> Curve:
 def curves(study: Study, classes: Styles) -> Html:
     """Return the figure."""
     contract = drawn(study)
-    by_label = {label: curve(study.runs[label], contract) for label in study.labels if _has(study.runs[label], contract)}
+    by_label = {
+        label: curve(study.runs[label], contract) for label in study.labels if _has(study.runs[label], contract)
+    }
     lines, left = by_label, [label for label in study.labels if label not in by_label]
     classes = {label: cls for label, cls in classes.items() if label in lines}
-    if len(study.runs) == 1 and contract == PERSONAL and "generic_clients" in study.first.last and not study.first.generic_only:
+    if (
+        len(study.runs) == 1
+        and contract == PERSONAL
+        and "generic_clients" in study.first.last
+        and not study.first.generic_only
+    ):
         lines = {**by_label, GENERIC: curve(study.runs[study.best], replace(PERSONAL, model="generic"))}
         classes = {**classes, GENERIC: "s1"}
     axes = [axis for axis in AXES if all(axis in line.at for line in lines.values())]
@@ -92,7 +99,9 @@ def curves(study: Study, classes: Styles) -> Html:
 def drawn(study: Study) -> Evaluation:
     """Return what is drawn: the study's contract where some method has it in several rounds, else the default one."""
     contract = replace(study.contract, round="last")
-    seen = [run for runs in study.runs.values() for run in runs if len(contract.by_round([*map(dict, run.history)])) > 1]
+    seen = [
+        run for runs in study.runs.values() for run in runs if len(contract.by_round([*map(dict, run.history)])) > 1
+    ]
     return contract if seen else PERSONAL
 
 
@@ -125,7 +134,15 @@ def _drawing(lines: Mapping[str, Curve], classes: Styles, axis: str, low: float,
     return lambda width: draw(lines, classes, axis, (low, high), width)
 
 
-def draw(lines: Mapping[str, Curve], classes: Styles, axis: str, y: tuple[float, float], width: int) -> Html:
+def draw(
+    lines: Mapping[str, Curve],
+    classes: Styles,
+    axis: str,
+    y: tuple[float, float],
+    width: int,
+    unit: str = "accuracy %",
+    name: str = "curves",
+) -> Html:
     """Draw the lines against one axis."""
     named = coloured(classes)
     narrow = width <= NARROW
@@ -135,7 +152,7 @@ def draw(lines: Mapping[str, Curve], classes: Styles, axis: str, y: tuple[float,
     first = min(line.at[axis][0] for line in lines.values()) if axis == "rounds" else 0.0
     first = first if first < last else 0.0
     frame = Frame.of(width, height, (first, last), y, left=38, right=letters * BOLD + 30, top=24)
-    clip = f"clip-{axis.replace(' ', '-')}-{width}"
+    clip = f"clip-{name}-{axis.replace(' ', '-')}-{width}"
     grey = [label for label in lines if label not in named]
     marks: list[Html] = []
     ends: list[tuple[str, float, float]] = []
@@ -154,7 +171,7 @@ def draw(lines: Mapping[str, Curve], classes: Styles, axis: str, y: tuple[float,
         height,
         f"Accuracy against {axis}",
         tag("defs", frame.clip(clip)),
-        frame.y_axis("accuracy %"),
+        frame.y_axis(unit),
         frame.x_axis(AXES[axis], whole=axis == "rounds"),
         tag("g", *marks, clip_path=f"url(#{clip})"),
         *names,

@@ -58,7 +58,9 @@ def results(study: Study, tested: Differences | None, found: Mapping[str, list[V
     if tested:
         if len({difference.units for difference in tested.pairs.values()}) > 1:
             notes.append("vs best: on the clients that both have, which are not all where some were not scored")
-        notes.append(f"vs best, p and {ALIKE}: {study.compared}; {tested.words()}. {ALIKE} not shown to differ from {best}.")
+        notes.append(
+            f"vs best, p and {ALIKE}: {study.compared}; {tested.words()}. {ALIKE} not shown to differ from {best}."
+        )
     notes.append("worst 10 %: mean of the worst tenth of clients")
     notes += [f"generic %: {GENERIC[name]}" for name in dict.fromkeys(generic.values()) if name]
     notes += [
@@ -69,7 +71,9 @@ def results(study: Study, tested: Differences | None, found: Mapping[str, list[V
         whose = "all" if len(served) == len(labels) else ", ".join(served)
         notes.append(f"{whose}: no personal model, so the generic one serves every client")
     if found:
-        notes.append("join, undecided, stay local: clients, by the verdicts below (the models that serve them after the last round)")
+        notes.append(
+            "join, undecided, stay local: clients, by the verdicts below (the models that serve them after the last round)"
+        )
     strong = frozenset([0]) if len(labels) > 1 else frozenset()
     return Table("results", "Results", columns, strong, notes)
 

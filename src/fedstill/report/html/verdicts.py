@@ -66,7 +66,8 @@ def section(study: Study, found: Mapping[str, list[Verdict]], label: str) -> Htm
         lambda width: bars(found, width),
         table,
         f"The model that serves a client after the last round, compared with that of its local training, {each}. Decided: the "
-        f"{100 * LEVEL:g} % interval of its gain does not hold 0. If federation changed nothing, about {chance:.0f} of {len(of)} would be decided all the same.",
+        f"{100 * LEVEL:g} % interval of its gain does not hold 0. "
+        f"If federation changed nothing, about {chance:.0f} of {len(of)} would be decided all the same.",
     )
     second = figure(
         "gains",
