@@ -13,7 +13,7 @@ from ..papers import Exhibit, Panel
 from ..report.costs import NONE
 from ..report.html import clients, curves, holdings, page
 from ..report.html.markup import Html, csv, join, tag
-from ..report.html.svg import COLOURS, LETTER, NARROW, Frame, figure, shortened, svg
+from ..report.html.svg import COLOURS, NARROW, Frame, figure, length, shortened, svg
 from ..report.html.tables import Column, Table
 from ..server.records import worst_tenth
 from .layout import SHORT, notes_of, ours, printed
@@ -46,7 +46,8 @@ def render(exhibit: Exhibit, readings: Sequence[Reading], plan: Plan, command: s
             tables.append(_table(f"table-{number}", title, own))
         drawn = _figure(f"figure-{number}", title, panel, own)
         figures += [drawn] if drawn else []
-    notes = tag("ul", *(tag("li", note.strip()) for note in notes_of(exhibit, readings, plan.scale)), cls="notes")
+    lines = notes_of(exhibit, readings, plan.scale)
+    notes = tag("ul", *(tag("li", line.strip(), cls="sub" if line[:1] == " " else None) for line in lines), cls="notes")
     made = join([tag("h3", "The command"), tag("pre", command)])
     facts = f"{exhibit.title} ({exhibit.where})"
     return page.of_tables(
@@ -57,10 +58,12 @@ def render(exhibit: Exhibit, readings: Sequence[Reading], plan: Plan, command: s
 def sentences(readings: Sequence[Reading], plan: Plan) -> list[str]:
     """Return what is said at the top: how the cells stand to the published ones, and what was cut."""
     kinds = [reading.verdict.kind for reading in readings if reading.verdict is not None]
-    counts = [f"{WORDS[kind]} {kinds.count(kind)}" for kind in SHORT if kind in kinds]
+    counts = [f"{kinds.count(kind)} {WORDS[kind]}" for kind in SHORT if kind in kinds]
     of = f"{len(kinds)} of {len(readings)} cells can be set beside a published number"
     lines = [
-        f"{of}: {', '.join(counts)}." if kinds else f"{len(readings)} cells; none has a published number and all seeds."
+        f"{of}: {', '.join(counts)}."
+        if kinds
+        else f"{len(readings)} cells, none with a published number and all its seeds."
     ]
     failed = sum(reading.state == "failed" for reading in readings)
     left = sum(reading.state in ("missing", "partial") for reading in readings)
@@ -73,7 +76,8 @@ def sentences(readings: Sequence[Reading], plan: Plan) -> list[str]:
 def _table(name: str, title: str, readings: Sequence[Reading]) -> Table:
     """Return a row for each cell."""
     rows, columns = ([getattr(reading.cell, side) for reading in readings] for side in ("row", "column"))
-    places = [(heading, texts) for heading, texts in (("row", rows), ("column", columns)) if any(texts)]
+    first = "method" if [r.cell.label for r in readings] == rows else "row"
+    places = [(heading, texts) for heading, texts in ((first, rows), ("column", columns)) if any(texts)]
     if len(places) == 2 and len(set(columns)) == 1:
         places = places[:1]
     differences = ["" if r.verdict is None else f"{r.verdict.difference:+.2f}".replace("-", "−") for r in readings]
@@ -119,14 +123,15 @@ def _figure(name: str, title: str, panel: Panel, readings: Sequence[Reading]) ->
     lines = {_name(r, readings): _curve(r) for r in readings if len(mean_curve(r.curves)) > 1}
     if lines:
         classes = _classes(list(lines))
-        low, high, _ = curves.in_sight(lines, [label for label, cls in classes.items() if cls != "sx"])
+        low, high, hidden = curves.in_sight(lines, [label for label, cls in classes.items() if cls != "sx"])
         points = [(label, t, line.mean[i]) for label, line in lines.items() for i, t in enumerate(line.rounds)]
         unit = readings[0].cell.contract.unit
         if unit != "%":
-            low, high = _range([value for line in lines.values() for value in line.mean])
+            (low, high), hidden = _range([value for line in lines.values() for value in line.mean]), 0
+        below = f" {hidden} points of early rounds lie below the axis." if hidden else ""
         return figure(
             name, title, lambda width: curves.draw(lines, classes, ROUND, (low, high), width, panel.y or unit, name),
-            csv(("label", "round", panel.y or unit), points), "Mean over seeds; band: ± standard deviation.",
+            csv(("label", "round", panel.y or unit), points), f"Mean over seeds; band: ± standard deviation.{below}",
         )  # fmt: skip
     rates = {_name(r, readings): np.array(r.distribution) for r in readings if r.distribution}
     if rates:
@@ -180,7 +185,7 @@ def _beside(readings: Sequence[Reading], width: int) -> Html:
     narrow = width <= NARROW
     letters = 16 if narrow else 44
     names = [_name(reading, readings) for reading in readings]
-    left = min(letters, max(map(len, names))) * LETTER + 16
+    left = max(length(shortened(name, letters)) for name in names) + 16
     ends = [x for r in readings for x in _ends(r.ours.mean if r.ours else None, r.ours.std if r.ours else None)]
     ends += [x for r in readings for x in _ends(r.cell.published, r.cell.spread)]
     above = 30.0

@@ -13,7 +13,7 @@ from ..significance import Unit
 from .markup import Html, csv, join, tag
 from .read import Study
 from .style import Styles, coloured
-from .svg import LETTER, NARROW, Frame, figure, path, shortened, svg
+from .svg import NARROW, Frame, figure, length, path, shortened, svg
 
 Floats = NDArray[np.float64]
 GRID = 96  # points of a violin's outline
@@ -81,7 +81,7 @@ def violins(rates: dict[str, Floats], worst: dict[str, float], classes: Styles, 
     """Draw a row for each method."""
     narrow = width <= NARROW
     letters = 12 if narrow else 24
-    left = min(letters, max(map(len, rates))) * LETTER + 16
+    left = max(length(shortened(label, letters)) for label in rates) + 16
     height = 26 + ROW * len(rates) + 44
     frame = Frame.of(width, int(height), _range(rates), (len(rates), 0.0), left=left, right=50, top=8, bottom=44)
     parts = [frame.x_axis("test accuracy %, each client on its own data", grid=True)]

@@ -12,7 +12,7 @@ from ...run.evaluate import Evaluation
 from .markup import Html, csv, join, tag
 from .read import Result, Study
 from .style import Styles, coloured
-from .svg import BOLD, NARROW, Drawing, Frame, number, panes, path, shortened, spread, svg
+from .svg import BOLD, NARROW, Drawing, Frame, length, number, panes, path, shortened, spread, svg
 
 POINTS = 240  # of a line at most
 SETTLED = 0.25  # the share of the rounds after which every point is in sight
@@ -146,12 +146,21 @@ def draw(
     """Draw the lines against one axis."""
     named = coloured(classes)
     narrow = width <= NARROW
-    letters = min(max(map(len, named)), 12 if narrow else 26)
+    letters = 12 if narrow else 26
+    wide = max(length(shortened(name, letters), BOLD) for name in named)
     height = 300 if narrow else 400
     last = max((line.at[axis][-1] for line in lines.values()), default=1.0) or 1.0
     first = min(line.at[axis][0] for line in lines.values()) if axis == "rounds" else 0.0
     first = first if first < last else 0.0
-    frame = Frame.of(width, height, (first, last), y, left=38, right=letters * BOLD + 30, top=24)
+    frame = Frame.of(
+        width,
+        height,
+        (first, last),
+        y,
+        left=38,
+        right=wide + 30,
+        top=24,
+    )
     clip = f"clip-{name}-{axis.replace(' ', '-')}-{width}"
     grey = [label for label in lines if label not in named]
     marks: list[Html] = []

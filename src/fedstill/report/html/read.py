@@ -39,6 +39,7 @@ class Result:
     cost: Record = field(default_factory=dict)  # of a round, as summary.json has it
     further: Record = field(default_factory=dict)  # scores.json
     after: Record = field(default_factory=dict)  # its plain numbers
+    attackers: int = 0  # simulated
 
     @property
     def method(self) -> str:
@@ -280,6 +281,7 @@ def _run(root: Path, folder: Path, numbers: Record) -> Result:
         numbers.get("round_cost", {}),
         further,
         after,
+        len(numbers.get("attackers") or {k for record in history for k in record.get("attackers", ())}),
     )
 
 

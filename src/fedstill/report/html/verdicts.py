@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from ..verdict import LEVEL, Side, Verdict, counts, verdict
 from .markup import Html, csv, download, join, tag
 from .read import Study
-from .svg import LETTER, NARROW, Frame, figure, number, shortened, svg
+from .svg import LETTER, NARROW, Frame, figure, length, number, shortened, svg
 
 SIDES: Mapping[Side, tuple[str, str]] = {  # class and words
     "join": ("join", "better in the federation: join"),
@@ -118,7 +118,7 @@ def bars(found: Mapping[str, list[Verdict]], width: int) -> Html:
     """Draw how many clients of each method are better, undecided and worse."""
     narrow = width <= NARROW
     letters = 12 if narrow else 24
-    left = min(letters, max(map(len, found))) * LETTER + 16
+    left = max(length(shortened(label, letters)) for label in found) + 16
     keys = 3 if narrow else 1
     above = 12 + 18 * keys
     height = above + ROW * len(found) + 8
