@@ -291,6 +291,7 @@ def _report(job: Job, done: Results, facts: Facts) -> None:
             say(folders.draw(job.out, done.runs, facts))
         if done.runs and job.command == SWEEP:
             say(folders.draw_sweep(job.out, job.varied, done.runs, facts))
+        if done.runs:
             say(folders.report(job.out))
     elif done.runs:
         say(NOT_SAVED)

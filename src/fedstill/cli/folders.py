@@ -59,7 +59,7 @@ def is_demo(out: Path) -> bool:
 def _patterns(methods: Sequence[str]) -> list[str]:
     """Return patterns of all files that a demo of these methods may hold; a kill may leave a file's `.part`."""
     runs = [f"{label}/{seed}{file}" for label in methods for seed in ("", "seed-*/") for file in FILES]
-    names = (SUMMARY, FIGURE, REPORT, "job.json", "groups.json", LOCK, *runs)
+    names = (SUMMARY, FIGURE, SWEPT, REPORT, "job.json", "groups.json", LOCK, *runs)
     return [name + suffix for name in names for suffix in ("", PART)]
 
 

@@ -16,6 +16,7 @@ from ..core.settings import setting
 from ..report import figures
 from ..report.costs import duration
 from ..reproduce import cost, layout, pictures, sources, write
+from ..reproduce import report as web
 from ..reproduce.plan import Plan, find, plan
 from ..reproduce.reading import read
 from ..reproduce.runner import Member, Runner
@@ -117,6 +118,7 @@ def _report(planned: Plan, runner: Runner, store: Store, shelf: Shelf, root: str
             made += pictures.draw(part.exhibit, readings, planned.scale, made[0].parent)
         elif part.exhibit.kind == "figure":
             say(figures.MISSING)
+        made.append(web.write(made[0].parent, part.exhibit, readings, planned, command))
         say(f"\nwritten: {made[0].parent}/ ({', '.join(path.name for path in made)})")
 
 

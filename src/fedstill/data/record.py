@@ -32,6 +32,8 @@ class Record:
     indices: tuple[tuple[int, ...], ...]
     pool: str = "all"
     split: str = "80/20"
+    names: tuple[str, ...] = ()  # the clients', where each is one owner or domain that has a name
+    labels: tuple[str, ...] = ()  # the classes', where the source has them
 
     @property
     def hash(self) -> str:
@@ -51,6 +53,8 @@ class Record:
             "pool": self.pool,
             "split": self.split,
             "hash": self.hash,
+            **({"names": list(self.names)} if self.names else {}),
+            **({"labels": list(self.labels)} if self.labels else {}),
             "indices": [list(own) for own in self.indices],
         }
 
@@ -93,6 +97,7 @@ def load_record(path: str | Path) -> Record:
         for name in ("clients", "samples", "seed"):
             field(content, name, int, least=0, most=(1 << 63) - 1)
         lists = items(content, "indices", list)
+        names, labels = (items(content, name, str) if name in content else [] for name in ("names", "labels"))
     except Unreadable as error:
         raise wrong(f"a partition.json, {error}") from None
     if not all(type(i) is int for own in lists for i in own):
@@ -101,6 +106,8 @@ def load_record(path: str | Path) -> Record:
         raise wrong("a partition.json whose parameter is a number or a text")
     if len(lists) != content["clients"]:
         raise wrong(f"a partition.json with {content['clients']} index lists (it has {len(lists)})")
+    if names and len(names) != len(lists):
+        raise wrong(f"a partition.json with {len(lists)} names (it has {len(names)})")
     flat = [i for own in lists for i in own]
     if not flat or min(flat) < 0 or max(flat) >= content["samples"] or len(set(flat)) < len(flat):
         raise wrong(f"a partition.json whose indices are below {content['samples']} and each dealt once")
@@ -114,6 +121,8 @@ def load_record(path: str | Path) -> Record:
         tuple(tuple(own) for own in lists),
         content["pool"],
         content["split"],
+        tuple(names),
+        tuple(labels),
     )
     if record.hash != content["hash"]:
         raise wrong(f"a partition.json whose indices have the hash {content['hash'][:12]}… that it states")

@@ -9,6 +9,8 @@ Personal is the mean over clients, generic counts their test samples alike, as i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,35 +23,74 @@ MODELS = ("generic", "personal")
 Key = tuple[str, str]  # attack and rule
 
 
+@dataclass(frozen=True)
+class Case:
+    """A run as this table needs it, whether it has just ended or is read from its folder."""
+
+    method: str
+    models: Sequence[str]  # that the method trains
+    seed: int
+    attack: str  # "none" in a clean run
+    rule: str
+    strength: float | None
+    target: int  # of a backdoor
+    attackers: int
+    record: Mapping[str, Any]  # of the last round that was scored
+    after: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, run: Run) -> Case:
+        """Return the case of a run."""
+        training = run.training
+        strength = training.attack_strength or STRENGTH.get(training.attack)
+        return cls(
+            run.method.id, run.method.scores, training.seed, training.attack, training.average, strength,
+            training.backdoor_target, len(run.attackers), scored(run), run.after,
+        )  # fmt: skip
+
+    @property
+    def key(self) -> Key:
+        """The attack and the rule."""
+        return self.attack, self.rule
+
+
 def compares(runs: Sequence[Run]) -> bool:
     """Return whether these are runs with and without simulated attackers, or under several rules."""
-    return any(run.attackers for run in runs) and len({_key(run) for run in runs}) > 1
+    return compared([Case.of(run) for run in runs])
+
+
+def compared(cases: Sequence[Case]) -> bool:
+    """Return whether these are cases with and without simulated attackers, or under several rules."""
+    return any(case.attackers for case in cases) and len({case.key for case in cases}) > 1
 
 
 def columns(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """Return the table's columns: a heading and a text for each row."""
-    keys = list(dict.fromkeys(_key(run) for run in runs))
+    return columns_of([Case.of(run) for run in runs])
+
+
+def columns_of(cases: Sequence[Case]) -> list[tuple[str, list[str]]]:
+    """Return the table's columns: a heading and a text for each row."""
+    keys = list(dict.fromkeys(case.key for case in cases))
     keys.sort(key=lambda key: (key[0] != "none", key[1] != "mean"))
-    honest = {run.training.seed: set(run.clients) for run in runs if run.attackers}
+    honest = {
+        case.seed: set(case.record["personal_clients"]) for case in cases if case.attackers
+    }  # others are not scored
     rows: list[str] = []
     cells: dict[Key, list[str]] = {key: [] for key in keys}
-    for method in dict.fromkeys(run.method.id for run in runs):
-        groups = {key: [run for run in runs if run.method.id == method and _key(run) == key] for key in keys}
-        own = next(run for run in runs if run.method.id == method).method.scores
+    for method in dict.fromkeys(case.method for case in cases):
+        groups = {key: [case for case in cases if case.method == method and case.key == key] for key in keys}
+        own = next(case for case in cases if case.method == method).models
         for model in (name for name in MODELS if name in own):
             rows.append(f"{method}, {model}")
             for key, group in groups.items():
-                cells[key].append(_percent([accuracy(run, model, honest[run.training.seed]) for run in group]))
+                cells[key].append(_percent([accuracy(case.record, model, honest[case.seed]) for case in group]))
         for model, name in (("generic", "backdoor_generic"), ("personal", "backdoor")):
-            if model in own and any(name in run.after for group in groups.values() for run in group):
+            if model in own and any(name in case.after for group in groups.values() for case in group):
                 rows.append(f"{method}, backdoor in {model}")
                 for key, group in groups.items():
-                    cells[key].append(_percent([run.after[name] for run in group if name in run.after]))
+                    cells[key].append(_percent([case.after[name] for case in group if name in case.after]))
     return [("method, model", rows), *((_heading(key), texts) for key, texts in cells.items())]
-
-
-def _key(run: Run) -> Key:
-    return run.training.attack, run.training.average
 
 
 def _heading(key: Key) -> str:
@@ -61,29 +102,30 @@ def _percent(values: Sequence[float]) -> str:
     return stat_of(values).percent() if values else NONE
 
 
-def accuracy(run: Run, model: str, clients: set[int]) -> float:
-    """Return a model's accuracy on some clients' tests, in the last round that was scored."""
-    record = scored(run)
+def accuracy(record: Mapping[str, Any], model: str, clients: set[str]) -> float:
+    """Return a model's accuracy on some clients' tests, from a record."""
     rates: Mapping[str, float] = record[f"{model}_clients"]
-    of = [k for k in rates if int(k) in clients]
+    of = [k for k in rates if k in clients]
     weights = [record["samples"][k] if model == "generic" else 1 for k in of]
     return float(np.average([rates[k] for k in of], weights=weights))
 
 
 def notes(runs: Sequence[Run]) -> list[str]:
     """Return the lines below the table."""
-    one = next(run for run in runs if run.attackers)
-    training = one.training
-    strength = training.attack_strength or STRENGTH.get(training.attack)
-    number, others = len(one.attackers), len(one.clients)
-    who = f"{number} of {number + others} clients attack ({training.attack}, strength {strength or 'z_max'})"
+    return notes_of([Case.of(run) for run in runs])
+
+
+def notes_of(cases: Sequence[Case]) -> list[str]:
+    """Return the lines below the table."""
+    one = next(case for case in cases if case.attackers)
+    number, others = one.attackers, len(one.record["personal_clients"])
+    who = f"{number} of {number + others} clients attack ({one.attack}, strength {one.strength or 'z_max'})"
     lines = [
         f"{who}; accuracies are those of the other {others}, in the clean run too",
         "generic: per test sample, personal: mean per client, both of the last round",
     ]
-    if training.attack == "backdoor":
-        target = training.backdoor_target
-        lines.append(f"backdoor in a model: test samples of other classes with the trigger that get class {target}")
+    if one.attack == "backdoor":
+        lines.append(f"backdoor in a model: test samples of other classes with the trigger that get class {one.target}")
     return lines
 
 

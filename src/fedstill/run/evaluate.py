@@ -121,6 +121,27 @@ class Evaluation:
             )
         return at(max(scored, key=lambda record: at(record, "val_")), "")
 
+    def of_clients(self, history: Sequence[dict[str, Any]]) -> dict[str, float] | None:
+        """Return every client's accuracy by this contract's model and round; None where it is not one of each client.
+
+        That is so of a common test set, of models whose mean is fixed, and where a run did not score this model.
+        """
+        name = self._name()
+        scored = [record for record in history if name in record]
+        if self.model in FIXED or self.clients != "all" or not scored:
+            return None
+        if self.round == "mean10":
+            rates = [record[name] for record in scored[-10:]]
+            return {k: float(np.mean([of[k] for of in rates if k in of])) for k in rates[-1]}
+        if self.round in ("best-test", "best-val"):
+            values = [replace(self, round="last").of([record]) for record in scored]
+            if self.round == "best-val":
+                if self.model in FURTHER or "val_samples" not in scored[0]:
+                    return None
+                values = [self._at(record, "val_") for record in scored]
+            return {k: float(rate) for k, rate in scored[int(np.argmax(values))][name].items()}
+        return {k: float(rate) for k, rate in scored[-1][name].items()}
+
     def rounds_to(self, history: Sequence[dict[str, Any]], target: float) -> int | None:
         """Return the first scored round whose number is at least the target; None where no round reached it.
 

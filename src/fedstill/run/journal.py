@@ -236,7 +236,11 @@ class Journal:
         except Unreadable as error:
             raise InputError("folder", str(self.folder), f"one whose {PARTITION} is {error}") from None
         now = json.loads(json.dumps(partition))
-        changed = [name for name in {**before, **now} if name != "indices" and before.get(name) != now.get(name)]
+        left = {
+            "indices",
+            *(name for name in ("names", "labels") if name not in before),
+        }  # names are newer than the format
+        changed = [name for name in {**before, **now} if name not in left and before.get(name) != now.get(name)]
         if changed:
             name = changed[0]
             right = f"{before.get(name)}, as when the run began: the data or its division has changed"

@@ -3,6 +3,7 @@
     read.py       what the folders hold, without data and without training
     markup.py     elements and attributes, escaped          svg.py      scales, axes, curves in SVG
     answer.py     the sentences at the top                  tables.py   tables, with LaTeX and Markdown (results.py: which)
+    attacked.py   clean, attacked and defended
     style.py      which methods are in colour
     curves.py  clients.py  verdicts.py  holdings.py  grid.py  gantt.py    one figure each
     page.py       the sections, put together                page.css  figure.css  page.js

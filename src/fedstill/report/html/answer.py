@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ...run.evaluate import Evaluation
 from ..significance import Differences
 from ..verdict import Verdict, counts
 from .markup import Html, escape, join, tag
@@ -17,17 +18,31 @@ def answer(study: Study, tested: Differences | None, found: Mapping[str, list[Ve
     return join(
         [
             tag("p", _best(study, tested), cls="answer"),
+            *(
+                [tag("p", _client_by_client(study, tested), cls="answer second")]
+                if tested and not _usual(study)
+                else []
+            ),
             *([tag("p", _served(study, found, label), cls="answer second")] if label in found else []),
         ]
     )
 
 
+def _usual(study: Study) -> bool:
+    """Return whether the score is by the default contract, which needs no other words than accuracy."""
+    return study.contract == Evaluation()
+
+
 def _best(study: Study, tested: Differences | None) -> Html:
     best = study.best
-    stat = study.personal(best)
+    stat = study.score(best) or study.personal(best)
     over = f" ± {100 * stat.spread:.1f}" if stat.spread is not None and study.seeds > 1 else ""
     name = join([tag("strong", "Training alone"), f" ({best})"]) if best == study.local else tag("strong", best)
-    reached = join([name, f" serves the clients with {100 * stat.value:.1f}{over} % accuracy on average"])
+    number = f"{100 * stat.value:.1f}{over} %"
+    if not _usual(study):
+        words = "has the best score," if len(study.runs) > 1 else "scores"
+        return join([name, f" {words} {number}: {study.contract}."])
+    reached = join([name, f" serves the clients with {number} accuracy on average"])
     if tested is None:
         worst = study.mean(best, "personal_worst")
         return join([reached, f", the worst tenth of them with {100 * worst.value:.1f} %." if worst else "."])
@@ -53,6 +68,18 @@ def _best(study: Study, tested: Differences | None) -> Html:
     )
 
 
+def _client_by_client(study: Study, tested: Differences) -> str:
+    """Return how the best score's method stands to the others where clients are compared one by one, which may differ."""
+    pairs = {label: tested.between(study.best, label) for label in study.labels[1:]}
+    sides = {
+        "significantly better than": [label for label, d in pairs.items() if d.significant and d.gain > 0],
+        "significantly worse than": [label for label, d in pairs.items() if d.significant and d.gain < 0],
+        "not shown to differ from": [label for label, d in pairs.items() if not d.significant],
+    }
+    stands = ", ".join(f"{words} {_listed(labels)}" for words, labels in sides.items() if labels)
+    return f"Client by client ({study.compared}) it is {stands}."
+
+
 def _listed(labels: Sequence[str]) -> str:
     shown = [*labels[:NAMED]] if len(labels) <= NAMED else [*labels[: NAMED - 1], f"{len(labels) - NAMED + 1} more"]
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
@@ -66,5 +93,5 @@ def _served(study: Study, found: Mapping[str, list[Verdict]], label: str) -> Htm
     worse = tag("strong", f"{of['stay local'] or 'none'} worse", cls="stay")
     better = tag("strong", f"{of['join']} of {total} {unit} better", cls="join")
     left = f"; for {of['undecided']} their own test samples do not decide." if of["undecided"] else "."
-    name = "It" if label == study.best else join([label])
+    name = "It" if label == study.best and _usual(study) else label
     return join([escape(name), " serves ", better, " than training alone and ", worse, left])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...server.records import worst_tenth
+from ..significance import Unit
 from .markup import Html, csv, join, tag
 from .read import Study
 from .style import Styles, coloured
-from .svg import LETTER, NARROW, Frame, figure, path, shortened, svg
+from .svg import NARROW, Frame, figure, length, path, shortened, svg
 
 Floats = NDArray[np.float64]
 GRID = 96  # points of a violin's outline
@@ -26,29 +29,36 @@ def rates_of(study: Study) -> dict[str, Floats]:
 def clients(study: Study, classes: Styles) -> Html:
     """Return both figures."""
     rates = rates_of(study)
+    by_seed = {(label, run.seed): run for label, runs in study.runs.items() for run in runs}
     rows = [
-        (label, seed, study.runs[label][0].client(k), 100 * rate, study.runs[label][0].last["samples"].get(k))
+        (label, seed, by_seed[label, seed].client(k), 100 * rate, by_seed[label, seed].last["samples"].get(k))
         for label, of in study.rates().items()
         for (seed, k), rate in of.items()
     ]
     table = csv(("method", "seed", "client", "accuracy %", "test samples"), rows)
-    worst = {
-        label: 100 * float(np.mean([run.last["personal_worst"] for run in study.runs[label]])) for label in study.labels
-    }
+    worst = {label: _worst(of) for label, of in study.rates().items()}
     words = "Width: density of clients; box: quartiles; line: median; diamond: mean; triangle: mean of the worst 10 % of clients."
     tenth = f"{len(next(iter(rates.values()))):,} clients" + (f" of {study.seeds} seeds" if study.seeds > 1 else "")
     first = figure(
         "clients",
-        "Clients after the last round",
+        "Accuracy of the clients",
         lambda width: violins(rates, worst, classes, width),
         table,
-        f"{tenth}. {words}",
+        f"{tenth}: {study.compared}. {words}",
     )
     explained = "The further right, the better; where a line leaves the ground is the worst client."
     second = figure(
         "cdf", "Share of clients up to an accuracy", lambda width: cumulative(rates, classes, width), table, explained
     )
     return join([first, second])
+
+
+def _worst(rates: Mapping[Unit, float]) -> float:
+    """Return the mean over seeds of the worst tenth's mean, in per cent."""
+    by_seed: dict[int, list[float]] = {}
+    for (seed, _), rate in rates.items():
+        by_seed.setdefault(seed, []).append(rate)
+    return 100 * float(np.mean([worst_tenth(of) for of in by_seed.values()]))
 
 
 def density(values: Floats, at: Floats) -> Floats:
@@ -71,7 +81,7 @@ def violins(rates: dict[str, Floats], worst: dict[str, float], classes: Styles, 
     """Draw a row for each method."""
     narrow = width <= NARROW
     letters = 12 if narrow else 24
-    left = min(letters, max(map(len, rates))) * LETTER + 16
+    left = max(length(shortened(label, letters)) for label in rates) + 16
     height = 26 + ROW * len(rates) + 44
     frame = Frame.of(width, int(height), _range(rates), (len(rates), 0.0), left=left, right=50, top=8, bottom=44)
     parts = [frame.x_axis("test accuracy %, each client on its own data", grid=True)]
@@ -121,7 +131,7 @@ def violins(rates: dict[str, Floats], worst: dict[str, float], classes: Styles, 
         parts.append(tag("g", *marks, cls=f"row {classes[label]}", data_tip=tip))
         parts.append(tag("text", shortened(label, letters), x=left - 8, y=y + 4, text_anchor="end", cls="name ink"))
         parts.append(tag("text", f"{mean:.1f}", x=frame.x.end + 8, y=y + 4, cls="value ink"))
-    return svg(width, height, "Clients after the last round", *parts)
+    return svg(width, height, "Accuracy of the clients", *parts)
 
 
 def cumulative(rates: dict[str, Floats], classes: Styles, width: int) -> Html:

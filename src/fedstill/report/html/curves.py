@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ...run.evaluate import Evaluation
 from .markup import Html, csv, join, tag
 from .read import Result, Study
 from .style import Styles, coloured
-from .svg import BOLD, NARROW, Drawing, Frame, number, panes, path, shortened, spread, svg
+from .svg import BOLD, NARROW, Drawing, Frame, length, number, panes, path, shortened, spread, svg
 
 POINTS = 240  # of a line at most
 SETTLED = 0.25  # the share of the rounds after which every point is in sight
+PERSONAL = Evaluation()
 GENERIC = "generic model"  # drawn beside the personal ones of a single method
 AXES = {
     "rounds": "communication round",
@@ -34,9 +36,9 @@ class Curve:
     at: Mapping[str, Sequence[float]]
 
 
-def curve(runs: Sequence[Result], score: str = "personal") -> Curve:
+def curve(runs: Sequence[Result], contract: Evaluation = PERSONAL) -> Curve:
     """Return the curve of runs that differ in their seed, over the rounds that all have scored."""
-    by_round = [{int(record["round"]): float(record[score]) for record in run.scored} for run in runs]
+    by_round = [dict(contract.by_round([*map(dict, run.history)])) for run in runs]
     rounds = sorted(set.intersection(*map(set, by_round)))
     values = 100 * np.array([[of[t] for t in rounds] for of in by_round])
     at: dict[str, list[float]] = {"rounds": [float(t) for t in rounds]}
@@ -52,15 +54,27 @@ def curve(runs: Sequence[Result], score: str = "personal") -> Curve:
 
 def curves(study: Study, classes: Styles) -> Html:
     """Return the figure."""
-    lines = {label: curve(study.runs[label]) for label in study.labels}
-    if len(lines) == 1 and "generic_client" in study.first.last and not study.first.generic_only:
-        lines[GENERIC] = curve(study.runs[study.best], "generic_client")
+    contract = drawn(study)
+    by_label = {
+        label: curve(study.runs[label], contract) for label in study.labels if _has(study.runs[label], contract)
+    }
+    lines, left = by_label, [label for label in study.labels if label not in by_label]
+    classes = {label: cls for label, cls in classes.items() if label in lines}
+    if (
+        len(study.runs) == 1
+        and contract == PERSONAL
+        and "generic_clients" in study.first.last
+        and not study.first.generic_only
+    ):
+        lines = {**by_label, GENERIC: curve(study.runs[study.best], replace(PERSONAL, model="generic"))}
         classes = {**classes, GENERIC: "s1"}
     axes = [axis for axis in AXES if all(axis in line.at for line in lines.values())]
     low, high, hidden = in_sight(lines, coloured(classes))
     drawings = {axis: _drawing(lines, classes, axis, low, high) for axis in axes}
     band = "; band: ± standard deviation over seeds" if study.seeds > 1 else ""
-    notes = [f"Personal model, mean per client, on the clients' own test data{band}."]
+    words = "Personal model, mean per client, on the clients' own test data"
+    notes = [f"{words if contract == PERSONAL else f'Every round by itself: {_stated(contract)}'}{band}."]
+    notes += [f"Without such a model: {', '.join(left)}."] if left else []
     if hidden:
         below = f"{hidden} points of early rounds lie" if hidden > 1 else "1 point of an early round lies"
         notes.append(f"The axis begins at {number(round(low, 1))} %; {below} below it.")
@@ -80,6 +94,23 @@ def curves(study: Study, classes: Styles) -> Html:
     ]
     table = csv(("method", "round", "accuracy %", "std over seeds", *axes[1:]), rows)
     return panes("curves", "Accuracy as training goes on", drawings, table, " ".join(notes))
+
+
+def drawn(study: Study) -> Evaluation:
+    """Return what is drawn: the study's contract where some method has it in several rounds, else the default one."""
+    contract = replace(study.contract, round="last")
+    seen = [
+        run for runs in study.runs.values() for run in runs if len(contract.by_round([*map(dict, run.history)])) > 1
+    ]
+    return contract if seen else PERSONAL
+
+
+def _has(runs: Sequence[Result], contract: Evaluation) -> bool:
+    return all(contract.by_round([*map(dict, run.history)]) for run in runs)
+
+
+def _stated(contract: Evaluation) -> str:
+    return str(contract).rpartition(", ")[0]
 
 
 def in_sight(lines: Mapping[str, Curve], chosen: Sequence[str]) -> tuple[float, float, int]:
@@ -103,17 +134,34 @@ def _drawing(lines: Mapping[str, Curve], classes: Styles, axis: str, low: float,
     return lambda width: draw(lines, classes, axis, (low, high), width)
 
 
-def draw(lines: Mapping[str, Curve], classes: Styles, axis: str, y: tuple[float, float], width: int) -> Html:
+def draw(
+    lines: Mapping[str, Curve],
+    classes: Styles,
+    axis: str,
+    y: tuple[float, float],
+    width: int,
+    unit: str = "accuracy %",
+    name: str = "curves",
+) -> Html:
     """Draw the lines against one axis."""
     named = coloured(classes)
     narrow = width <= NARROW
-    letters = min(max(map(len, named)), 12 if narrow else 26)
+    letters = 12 if narrow else 26
+    wide = max(length(shortened(name, letters), BOLD) for name in named)
     height = 300 if narrow else 400
     last = max((line.at[axis][-1] for line in lines.values()), default=1.0) or 1.0
     first = min(line.at[axis][0] for line in lines.values()) if axis == "rounds" else 0.0
     first = first if first < last else 0.0
-    frame = Frame.of(width, height, (first, last), y, left=38, right=letters * BOLD + 30, top=24)
-    clip = f"clip-{axis.replace(' ', '-')}-{width}"
+    frame = Frame.of(
+        width,
+        height,
+        (first, last),
+        y,
+        left=38,
+        right=wide + 30,
+        top=24,
+    )
+    clip = f"clip-{name}-{axis.replace(' ', '-')}-{width}"
     grey = [label for label in lines if label not in named]
     marks: list[Html] = []
     ends: list[tuple[str, float, float]] = []
@@ -132,7 +180,7 @@ def draw(lines: Mapping[str, Curve], classes: Styles, axis: str, y: tuple[float,
         height,
         f"Accuracy against {axis}",
         tag("defs", frame.clip(clip)),
-        frame.y_axis("accuracy %"),
+        frame.y_axis(unit),
         frame.x_axis(AXES[axis], whole=axis == "rounds"),
         tag("g", *marks, clip_path=f"url(#{clip})"),
         *names,

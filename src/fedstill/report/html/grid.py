@@ -27,7 +27,9 @@ def sweep(study: Study) -> Html | None:
     columns = list(varying.values())
     cells = {}
     for i, label in enumerate(study.runs):
-        stat = study.personal(label)
+        stat = study.score(label)
+        if stat is None:
+            return None
         cells[tuple(column[i] for column in columns)] = (
             100 * stat.value,
             100 * stat.spread if stat.spread is not None and study.seeds > 1 else None,
@@ -39,8 +41,8 @@ def sweep(study: Study) -> Html | None:
     table = csv((*names, "accuracy %", "std over seeds"), rows)
     best = max(cells, key=lambda key: cells[key][0])
     words = ", ".join(f"{name} = {_word(value)}" for name, value in zip(names, best, strict=True))
-    over = " and over seeds" if study.seeds > 1 else ""
-    caption = f"Personal accuracy after the last round, mean per client{over}. Best: {words}."
+    stated = str(study.contract)
+    caption = f"{stated[0].upper()}{stated[1:]}{'; mean over seeds' if study.seeds > 1 else ''}. Best: {words}."
     if len(names) == 1:
         line = {key[0]: cell for key, cell in cells.items()}
         return figure("sweep", f"Accuracy by {names[0]}", lambda width: _line(names[0], line, width), table, caption)

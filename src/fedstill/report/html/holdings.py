@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from .markup import Html, csv, tag
 from .read import Result
-from .svg import LETTER, NARROW, figure, shortened, svg
+from .svg import NARROW, figure, length, shortened, svg
 
 CLIENTS, CLASSES = 100, 60  # drawn at most
 ON_A_PHONE = 40  # clients
@@ -57,10 +57,10 @@ def draw(counts: Mapping[int, list[int]], clients: Mapping[int, str], labels: li
     name_across = (lambda i: labels[i]) if narrow else (lambda i: clients[i])
     name_down = (lambda i: clients[i]) if narrow else (lambda i: labels[i])
     letters = 9 if narrow else 16
-    left = max(min(letters, max(len(name_down(i)) for i in down)) * LETTER + 14, 26)
-    step = min((width - left - 10) / len(across), 34.0)
-    row = min(step, 34.0) if not narrow else min(step, 22.0)
-    row = max(row, 12.0)
+    left = max(*(length(shortened(name_down(i), letters)) + 14 for i in down), 26.0)
+    named = max(length(shortened(name_across(i), letters)) for i in across) + 10
+    step = min((width - left - 10) / len(across), max(34.0, named))
+    row = max(min(step, 22.0 if narrow else 34.0), 12.0)
     top = 12.0
     largest = max(max(of) for of in counts.values()) or 1
     most = 0.48 * min(step, row)
@@ -87,8 +87,7 @@ def draw(counts: Mapping[int, list[int]], clients: Mapping[int, str], labels: li
                     )
                 )
     base = top + row * len(down) + 14
-    long = max(len(name_across(a)) for a in across)
-    every = max(1, math.ceil((min(long, letters) * LETTER + 6) / step))
+    every = max(1, math.ceil((named - 4) / step))
     for j, a in enumerate(across):
         if j % every == 0:
             parts.append(

@@ -13,7 +13,7 @@ from ...core import files
 from ...core.errors import InputError, nearest
 from ...core.version import __version__
 from ..significance import Differences, differences
-from . import answer, clients, curves, gantt, grid, holdings, results, verdicts
+from . import answer, attacked, clients, curves, gantt, grid, holdings, results, verdicts
 from .markup import Html, escape, join, tag
 from .read import Result, Study, read
 from .style import styles
@@ -48,10 +48,12 @@ def render(study: Study, method: str = "") -> str:
     tested = _tested(study)
     found = verdicts.all_verdicts(study)
     shown = method if method in found else next(iter(found), "")
+    under_attack = attacked.attacked(study)
     data = holdings.holdings(study.first)
     gantts = [gantt.timeline(study.runs[label][0], label) for label in ([method] if method else study.labels[:1])]
     sections: list[tuple[str, str, Sequence[Html | None]]] = [
         ("results", "", [results.results(study, tested, found).html()]),
+        ("attack", "", [None if under_attack is None else under_attack.html()]),
         ("sweep", "", [grid.sweep(study)]),
         ("federation", "Join, or stay local?", [verdicts.section(study, found, shown) if found else None]),
         ("training", "Training", [curves.curves(study, classes)]),
@@ -113,6 +115,8 @@ def _kind(study: Study) -> str:
     methods = list(dict.fromkeys(runs[0].method for runs in study.runs.values()))
     if len(study.runs) == 1:
         return methods[0]
+    if any(run.attackers for runs in study.runs.values() for run in runs):
+        return f"{', '.join(methods) if len(methods) < 4 else f'{len(methods)} methods'} clean and attacked"
     if len(methods) == 1:
         return f"{methods[0]} by {', '.join(name.removeprefix('method.') for name in study.varying) or 'label'}"
     return f"{len(study.runs)} methods compared"

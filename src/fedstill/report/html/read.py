@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,6 +13,7 @@ import numpy as np
 
 from ...core.errors import InputError
 from ...core.reading import Unreadable, read_json, read_toml
+from ...core.settings import build
 from ...run.answers import Answers
 from ...run.evaluate import Evaluation
 from ...run.journal import ENVIRONMENT, EXPERIMENT, PARTITION, Journal
@@ -35,7 +37,9 @@ class Result:
     partition: Record  # without the lists of samples
     environment: Record
     cost: Record = field(default_factory=dict)  # of a round, as summary.json has it
-    after: Record = field(default_factory=dict)  # further scores
+    further: Record = field(default_factory=dict)  # scores.json
+    after: Record = field(default_factory=dict)  # its plain numbers
+    attackers: int = 0  # simulated
 
     @property
     def method(self) -> str:
@@ -71,6 +75,25 @@ class Result:
     def timeline(self) -> Sequence[Record]:
         """What each client did when, in simulated time."""
         return Journal(self.folder).timelines()
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """The history, the last record with the scores that were taken after the federation, as a contract reads them."""
+        return [*map(dict, self.history[:-1]), {**self.history[-1], **self.further}]
+
+    @cached_property
+    def contract(self) -> Evaluation:
+        """The evaluation contract that its settings state."""
+        names = ("model", "clients", "mean", "round")
+        stated = {name: self.settings[f"score_{name}"] for name in names if f"score_{name}" in self.settings}
+        return build(Evaluation, stated)
+
+    def score(self, contract: Evaluation) -> float | None:
+        """Return the number of a contract; None where the run has no such number."""
+        try:
+            return contract.of(self.records)
+        except InputError:
+            return None
 
     @property
     def generic_only(self) -> bool:
@@ -111,12 +134,28 @@ class Study:
 
     @cached_property
     def labels(self) -> list[str]:
-        """The labels, best personal accuracy first."""
-        return sorted(self.runs, key=lambda label: -self.personal(label).value)
+        """The labels, best score first; those that have none by the contract come last."""
+        scores = {label: self.score(label) for label in self.runs}
+        return sorted(self.runs, key=lambda label: math.inf if (stat := scores[label]) is None else -stat.value)
+
+    @cached_property
+    def contract(self) -> Evaluation:
+        """The evaluation contract that all runs state; the default one where they state different ones, or none has it."""
+        stated = {run.contract for runs in self.runs.values() for run in runs}
+        contract = stated.pop()
+        known = any(all(run.score(contract) is not None for run in runs) for runs in self.runs.values())
+        return Evaluation() if stated or not known else contract
+
+    @cached_property
+    def tested(self) -> Evaluation:
+        """Whose accuracies by client are compared: the contract's where every run has them, else the personal models'."""
+        runs = [run for of in self.runs.values() for run in of]
+        alike = all(self.contract.of_clients(run.records) is not None for run in runs)
+        return self.contract if alike else Evaluation()
 
     @property
     def best(self) -> str:
-        """The label with the best personal accuracy."""
+        """The label with the best score."""
         return self.labels[0]
 
     @property
@@ -128,6 +167,13 @@ class Study:
     def seeds(self) -> int:
         """The most seeds that a method has."""
         return max(map(len, self.runs.values()))
+
+    def score(self, label: str) -> Stat | None:
+        """Return the number of the contract; None where not every seed has it."""
+        if self.contract == Evaluation():
+            return self.personal(label)
+        values = [run.score(self.contract) for run in self.runs[label]]
+        return None if None in values else stat_of([value for value in values if value is not None])
 
     def personal(self, label: str) -> Stat:
         """Return the accuracy by the default contract; ± over seeds, or over clients where all have one seed."""
@@ -146,11 +192,21 @@ class Study:
         return found[0] if len(found) == 1 else None
 
     def rates(self) -> dict[str, dict[Unit, float]]:
-        """Return every client's accuracy in the last scored round, by method, seed and client."""
+        """Return every client's accuracy as `tested` has it, by method, seed and client."""
         return {
-            label: {(run.seed, k): float(rate) for run in self.runs[label] for k, rate in run.last["personal_clients"].items()}
+            label: {(run.seed, k): rate for run in self.runs[label] for k, rate in self._of_clients(run).items()}
             for label in self.labels
-        }  # fmt: skip
+        }
+
+    @property
+    def compared(self) -> str:
+        """What is compared between methods, client by client."""
+        rounds = {"last": "after the last round", "mean10": "mean of the last 10 scored rounds"}
+        best = f"in the {str(self.tested).rpartition(', ')[2]}"
+        return f"each client's accuracy with its {self.tested.model} model, {rounds.get(self.tested.round, best)}"
+
+    def _of_clients(self, run: Result) -> Mapping[str, float]:
+        return self.tested.of_clients(run.records) or {}
 
     @cached_property
     def varying(self) -> dict[str, list[Any]]:
@@ -209,10 +265,8 @@ def _run(root: Path, folder: Path, numbers: Record) -> Result:
         raise InputError("folder", str(folder), f"one whose {EXPERIMENT} is as fedstill wrote it ({error})") from None
     journal = Journal(folder)
     partition = {name: value for name, value in _optional(folder / PARTITION, LARGEST).items() if name != "indices"}
-    outline = journal.outline()
-    if outline is not None and outline.names:
-        partition["names"] = list(outline.names)
-    after = {name: value for name, value in (journal.scores() or {}).items() if isinstance(value, float)}
+    further = journal.scores() or {}
+    after = {name: value for name, value in further.items() if isinstance(value, float)}
     history = journal.history()
     gaps = [record["forgetting"] for record in history if "forgetting" in record]
     after |= {"forgetting": float(np.mean(gaps[-10:]))} if gaps else {}
@@ -225,7 +279,9 @@ def _run(root: Path, folder: Path, numbers: Record) -> Result:
         partition,
         _optional(folder / ENVIRONMENT),
         numbers.get("round_cost", {}),
+        further,
         after,
+        len(numbers.get("attackers") or {k for record in history for k in record.get("attackers", ())}),
     )
 
 

@@ -18,11 +18,12 @@ ALIKE = "†"  # not shown to differ from the best
 
 def results(study: Study, tested: Differences | None, found: Mapping[str, list[Verdict]]) -> Table:
     """Return the table of results."""
-    labels, best = study.labels, study.best
+    labels, best, default = study.labels, study.best, study.contract == Evaluation()
     alike = [label for label in labels if tested and label != best and not tested.between(best, label).significant]
     names = [f"{label} {ALIKE}" if label in alike else label for label in labels]
     columns = [
         Column(rows_are(study), names, left=True),
+        *([] if default else [Column("score %", [_percent(study.score(label)) for label in labels])]),
         Column("personal %", [study.personal(label).percent() for label in labels]),
     ]
     if tested:
@@ -50,13 +51,16 @@ def results(study: Study, tested: Differences | None, found: Mapping[str, list[V
         columns.append(Column("stay local", [NONE if c is None else str(c["stay local"]) for c in cells]))
     if len({len(runs) for runs in study.runs.values()}) > 1:
         columns.append(Column("seeds", [str(len(study.runs[label])) for label in labels]))
-    notes: list[object] = [
+    notes: list[object] = [] if default else [f"score %: {study.contract}"]
+    notes += [
         f"personal %: {Evaluation()}; ± standard deviation over {'seeds (n − 1)' if study.seeds > 1 else 'clients'}"
     ]
     if tested:
         if len({difference.units for difference in tested.pairs.values()}) > 1:
             notes.append("vs best: on the clients that both have, which are not all where some were not scored")
-        notes.append(f"p and {ALIKE}: {tested.words()}. {ALIKE} not shown to differ from {best}.")
+        notes.append(
+            f"vs best, p and {ALIKE}: {study.compared}; {tested.words()}. {ALIKE} not shown to differ from {best}."
+        )
     notes.append("worst 10 %: mean of the worst tenth of clients")
     notes += [f"generic %: {GENERIC[name]}" for name in dict.fromkeys(generic.values()) if name]
     notes += [
@@ -67,7 +71,9 @@ def results(study: Study, tested: Differences | None, found: Mapping[str, list[V
         whose = "all" if len(served) == len(labels) else ", ".join(served)
         notes.append(f"{whose}: no personal model, so the generic one serves every client")
     if found:
-        notes.append("join, undecided, stay local: clients, by the verdicts below")
+        notes.append(
+            "join, undecided, stay local: clients, by the verdicts below (the models that serve them after the last round)"
+        )
     strong = frozenset([0]) if len(labels) > 1 else frozenset()
     return Table("results", "Results", columns, strong, notes)
 

@@ -12,6 +12,7 @@ from .markup import Html, download, escape, join, tag
 WIDE, NARROW = 960, 350  # widths that every figure is drawn in: for a screen, and for a phone
 LETTER = 6.7  # mean width of a letter at the figures' size of 12
 BOLD = 7.6  # of a bold letter
+WIDER = 1.25  # a capital, or m and w, is so much wider
 LINE = 15.0  # least distance of labels
 COLOURS = 7  # classes s0 … s6
 Drawing = Callable[[int], Html]  # of a width
@@ -175,6 +176,15 @@ def shortened(text: str, letters: int) -> str:
     'spect…'
     """
     return text if len(text) <= letters else text[: max(1, letters - 1)] + "…"
+
+
+def length(text: str, letter: float = LETTER) -> float:
+    """Return about how wide a text is.
+
+    >>> round(length("local")), round(length("MLP"))
+    (34, 25)
+    """
+    return letter * sum(WIDER if c.isupper() or c in "mw%@—…" else 1.0 for c in text)
 
 
 def figure(name: str, title: str, draw: Drawing, csv: str, caption: object = "") -> Html:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from ..verdict import LEVEL, Side, Verdict, counts, verdict
 from .markup import Html, csv, download, join, tag
 from .read import Study
-from .svg import LETTER, NARROW, Frame, figure, number, shortened, svg
+from .svg import LETTER, NARROW, Frame, figure, length, number, shortened, svg
 
 SIDES: Mapping[Side, tuple[str, str]] = {  # class and words
     "join": ("join", "better in the federation: join"),
@@ -65,15 +65,17 @@ def section(study: Study, found: Mapping[str, list[Verdict]], label: str) -> Htm
         "Clients by method",
         lambda width: bars(found, width),
         table,
-        f"Compared with local training of the same client, {each}. Decided: the {100 * LEVEL:g} % interval of its gain "
-        f"does not hold 0. If federation changed nothing, about {chance:.0f} of {len(of)} would be decided all the same.",
+        f"The model that serves a client after the last round, compared with that of its local training, {each}. Decided: the "
+        f"{100 * LEVEL:g} % interval of its gain does not hold 0. "
+        f"If federation changed nothing, about {chance:.0f} of {len(of)} would be decided all the same.",
     )
     second = figure(
         "gains",
         f"Gain of every client from {label}",
         lambda width: gains(of[:SHOWN], width),
         csv(_header(study.seeds > 1), [_cells(one, study.seeds > 1) for one in of]),
-        f"Accuracy with {label} minus accuracy alone, in points, best first; bars: {100 * LEVEL:g} % interval ({how}). "
+        f"Accuracy of the model that {label} gives a client minus that of its model trained alone, in points, best first; bars: "
+        f"{100 * LEVEL:g} % interval ({how}). "
         "The interval is about these two models on other samples of the client, not about another training.",
     )
     return join([first, second, listing(of, label, study.seeds > 1)])
@@ -116,7 +118,7 @@ def bars(found: Mapping[str, list[Verdict]], width: int) -> Html:
     """Draw how many clients of each method are better, undecided and worse."""
     narrow = width <= NARROW
     letters = 12 if narrow else 24
-    left = min(letters, max(map(len, found))) * LETTER + 16
+    left = max(length(shortened(label, letters)) for label in found) + 16
     keys = 3 if narrow else 1
     above = 12 + 18 * keys
     height = above + ROW * len(found) + 8
