@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -199,6 +200,8 @@ class Run:
 
     def table(self) -> str:
         """Return the result as text, with the settings that it belongs to."""
+        if not _tables:  # where only parts of the library were imported
+            importlib.import_module(f"{__name__.partition('.')[0]}.api")
         return _tables[-1]([self])
 
     def _one(self, kind: Kind, client: int, **options: Any) -> Reply:
