@@ -90,6 +90,8 @@ def _execute(job: Job, resume: bool, stack: contextlib.ExitStack, transport: Tra
         folders.save(
             job.out, job.experiments, {}, facts, command=job.command, line=job.line
         )  # marks the folder from the beginning
+    if job.dated and job.out is not None:
+        say(f"results: {job.out}/ (--out FOLDER names another, --no-out writes nothing)")
     for federation in divided:
         sizes = [len(client.y_train) for client in federation.clients]
         samples = f"{min(sizes):,} to {max(sizes):,} training samples each"
@@ -283,6 +285,7 @@ def _report(job: Job, done: Results, facts: Facts) -> None:
             say(folders.draw(job.out, done.runs, facts))
         if done.runs and job.command == SWEEP:
             say(folders.draw_sweep(job.out, job.varied, done.runs, facts))
+        if done.runs:
             say(folders.report(job.out))
     elif done.runs:
         say(NOT_SAVED)

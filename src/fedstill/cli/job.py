@@ -16,6 +16,7 @@ from ..core.method import Method
 from ..methods import METHODS
 from ..run.experiment import Experiment
 from . import flags
+from .dated import NOWHERE
 
 SWEEP = "sweep"  # the command whose experiments differ in one field or two
 
@@ -30,6 +31,7 @@ class Job:
     command: str = "run"
     explicit: tuple[str, ...] = ()  # the fields that flags set
     line: str = ""  # the command as it was typed
+    dated: bool = False  # whether `out` is a new folder named by the date, since none was named
 
     @property
     def first(self) -> Experiment:
@@ -79,7 +81,8 @@ def plan(methods: Sequence[Method], base: Experiment, flag_values: Mapping[str, 
         if name in owners and name not in common and not set(owners[name]) & set(chosen):
             right = f"left out for {', '.join(chosen)}: it is a flag of {', '.join(owners[name])}"
             raise InputError("flag", Shown(flags.flag(name)), right)
-    if flag_values.get("out") == "":
+    out = flag_values.get("out", "")
+    if out == "" and "out" in flag_values:
         raise InputError("--out", "", "a folder")
     seeds = flags.whole_number(flag_values, "seeds", 1)
     experiments = {}
@@ -87,5 +90,5 @@ def plan(methods: Sequence[Method], base: Experiment, flag_values: Mapping[str, 
         own = flags.take(type(method), flag_values)
         values = flags.take(Experiment, {name: value for name, value in flag_values.items() if name not in own})
         experiments[method.id] = dataclasses.replace(base, **values, method=dataclasses.replace(method, **own))
-    out = Path(flag_values["out"]) if "out" in flag_values else None
-    return Job(experiments, seeds, out, command, tuple(flag_values))
+    folder = None if out in ("", NOWHERE) else Path(out)
+    return Job(experiments, seeds, folder, command, tuple(flag_values), dated=not out)
