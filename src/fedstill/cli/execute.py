@@ -272,7 +272,7 @@ def _check_failed(folder: Path | None, resume: bool) -> None:
 def _report(job: Job, done: Results, facts: Facts) -> None:
     """Print the table, save summary and picture, and raise an error that names what failed."""
     if done.runs:
-        results([run for runs in done.runs.values() for run in runs], facts)
+        results([run for runs in done.runs.values() for run in runs], facts, job.wide)
         if job.command == SWEEP and len(done.runs) == 1:
             say(f"only {next(iter(done.runs))} finished")
         say()

@@ -32,6 +32,7 @@ class Job:
     explicit: tuple[str, ...] = ()  # the fields that flags set
     line: str = ""  # the command as it was typed
     dated: bool = False  # whether `out` is a new folder named by the date, since none was named
+    wide: bool = False  # whether the table has all its columns, however narrow the terminal is
 
     @property
     def first(self) -> Experiment:
@@ -91,4 +92,4 @@ def plan(methods: Sequence[Method], base: Experiment, flag_values: Mapping[str, 
         values = flags.take(Experiment, {name: value for name, value in flag_values.items() if name not in own})
         experiments[method.id] = dataclasses.replace(base, **values, method=dataclasses.replace(method, **own))
     folder = None if out in ("", NOWHERE) else Path(out)
-    return Job(experiments, seeds, folder, command, tuple(flag_values), dated=not out)
+    return Job(experiments, seeds, folder, command, tuple(flag_values), dated=not out, wide="wide" in flag_values)

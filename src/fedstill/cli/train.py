@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import shlex
@@ -30,6 +31,12 @@ from .screen import results, say
 from .sweep import plan_sweep
 
 DEFAULT_METHODS = ("local", "fedavg", "fedrep", "pfedsd")  # what the demo compares, and a comparison without names
+
+
+def add_wide(parser: flags.Parser, group: argparse._ArgumentGroup) -> None:
+    """Add the flag --wide, which is no setting of a run."""
+    group.add_argument("--wide", dest="wide", action="store_true", help="all columns of the table in a narrow terminal")
+    parser.takes["wide"] = "left without a value"
 
 
 OFTEN = (  # the experiment's flags that `--help` shows; `--help-all` shows all
@@ -90,6 +97,7 @@ class Usage:
             parser.takes["no_out"] = "left without a value"
         help = "run the seeds seed … seed+N−1 and report mean ± std over them [at least 1; default 1]"
         flags.plain(parser, group, "seeds", help, "N", "a whole number at least 1")
+        add_wide(parser, group)
         if only is None:
             carrier.add(parser)
         flags.add_methods(parser, {name: METHODS[name] for name in methods}, Experiment)
@@ -253,6 +261,7 @@ def resume(argv: Sequence[str]) -> None:
     examples = ("fedstill resume runs/fedprox", "fedstill resume runs/all", "fedstill resume runs/fedprox --rounds 100")
     parser = flags.Parser("resume", RESUME, "FOLDER", examples)
     flags.add(parser, Experiment, only=["rounds"])
+    add_wide(parser, parser.add_argument_group("results"))
     carrier.add(parser)
     flag_values, words = parser.read(argv)
     if "help" in flag_values:
@@ -265,17 +274,18 @@ def resume(argv: Sequence[str]) -> None:
         rounds = flags.take(Experiment, flag_values).get("rounds")
         with carrier.take(flag_values).start(folder) as on:
             if on.leads:
-                _resume(folder, rounds, on.transport)
+                _resume(folder, rounds, on.transport, "wide" in flag_values)
 
 
-def _resume(folder: Path, rounds: int | None, transport: Transports | None) -> None:
+def _resume(folder: Path, rounds: int | None, transport: Transports | None, wide: bool) -> None:
     """Go on with what a folder holds."""
     if saved.is_job(folder):
-        execute(_with_rounds(saved.read_job(folder), rounds), resume=True, transport=transport)
+        goes_on = dataclasses.replace(_with_rounds(saved.read_job(folder), rounds), wide=wide)
+        execute(goes_on, resume=True, transport=transport)
         return
     job = next((parent for parent in list(folder.absolute().parents)[:2] if saved.is_job(parent)), None)
     with contextlib.nullcontext() if job is None else FolderLock(job):
-        _resume_run(folder, rounds, transport)
+        _resume_run(folder, rounds, transport, wide)
 
 
 def _with_rounds(job: Job, rounds: int | None) -> Job:
@@ -293,7 +303,7 @@ def _with_rounds(job: Job, rounds: int | None) -> Job:
     return dataclasses.replace(job, experiments=changed)
 
 
-def _resume_run(folder: Path, rounds: int | None, transport: Transports | None) -> None:
+def _resume_run(folder: Path, rounds: int | None, transport: Transports | None, wide: bool) -> None:
     """Go on with a single run."""
     if not (folder / folders.RUN).is_file():
         right = f"a folder that --out made, which holds {folders.RUN} or {saved.JOB}"
@@ -318,7 +328,7 @@ def _resume_run(folder: Path, rounds: int | None, transport: Transports | None) 
     facts = Facts.of(experiment, prepare.federation_of(experiment))
     line = folders.line_of(folder) or f"fedstill resume {folder}"
     folders.save(folder, {label: experiment}, {label: [(folder, run)]}, facts, command="resume", line=line)
-    results([run], facts)
+    results([run], facts, wide)
     say()
     say(folders.draw(folder, {label: [run]}, facts))
     say(folders.report(folder))
