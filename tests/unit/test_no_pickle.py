@@ -55,7 +55,10 @@ def test_no_module_unpickles_or_executes() -> None:
     files = sorted(SOURCE.rglob("*.py"))
     found = {str(f.relative_to(SOURCE)): [*suspicious(ast.parse(f.read_text(encoding="utf-8")))] for f in files}
     assert len(files) > 100
-    assert {file: ways for file, ways in found.items() if ways} == {}
+    own = {
+        "core/own.py": ["spec.loader.exec_module"]
+    }  # a user's own method or model, which a command that trains was asked for
+    assert {file: ways for file, ways in found.items() if ways} == own
 
 
 @pytest.mark.parametrize(

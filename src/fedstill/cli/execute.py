@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core import settings
+from ..core import own, settings
 from ..core.errors import Stopped, TrainingError
 from ..data import Federation
 from ..report import local_work
@@ -96,7 +96,7 @@ def _execute(job: Job, resume: bool, stack: contextlib.ExitStack, transport: Tra
         sizes = [len(client.y_train) for client in federation.clients]
         samples = f"{min(sizes):,} to {max(sizes):,} training samples each"
         dealt = f"{len(federation)} clients by {partition_of(federation)}"
-        say(f"{job.first.data}: {dealt}, {samples}; model {job.first.model}")
+        say(f"{job.first.data}: {dealt}, {samples}; model {own.short(job.first.model)}")
     for line in notes:
         say(line)
     divisions.transport = transport

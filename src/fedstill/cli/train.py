@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..core import own
 from ..core.errors import InputError, Shown, nearest
-from ..methods import METHODS, get
+from ..methods import METHODS, get, register
 from ..report.text import Facts
 from ..run import prepare, simulation
 from ..run.experiment import Experiment, check_format
@@ -53,10 +54,17 @@ class Usage:
     about: str
     examples: tuple[str, ...]
     out: str = "a new one under runs/, named by date and method"
-    methods: tuple[str, ...] = tuple(METHODS)
+    own: tuple[str, ...] = ()  # the methods whose flags it takes; empty: all, and those of one's own
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods whose flags it takes."""
+        return self.own or tuple(METHODS)
 
     def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]] | None:
         """Return the flags and words of a command line, or print help (of the methods named in it) and return None."""
+        own.allow()
+        argv = self._with_own(argv)
         flag_values, words = self.parser(self.methods).read(argv)
         named = tuple(word for word in words if word in self.methods)
         if "help_all" in flag_values:
@@ -69,7 +77,19 @@ class Usage:
             if "out" in flag_values:
                 raise InputError("--no-out", Shown("given"), f"left out: --out is {flag_values['out']}")
             flag_values["out"] = NOWHERE
+        if own.is_reference(flag_values.get("model", "")):
+            flag_values["model"] = own.reference_of(own.load("--model", flag_values["model"]))
         return flag_values, words
+
+    def _with_own(self, argv: Sequence[str]) -> list[str]:
+        """Return the words with methods of one's own by their ids; they are registered, so that their fields are flags."""
+        if self.own or not any(map(own.is_reference, argv)):
+            return list(argv)
+        _, words = self.parser(self.methods).parse_known_args(list(argv))
+        ids = {}
+        for word in filter(own.is_reference, words):
+            ids[word] = register(word).id
+        return [ids.get(word, word) for word in argv]
 
     def brief(self, methods: Sequence[str]) -> str:
         """Return the help with the flags that are used most, and those of these methods."""
@@ -107,7 +127,7 @@ class Usage:
 
 RUN = Usage(
     "run",
-    "METHOD|FILE.toml",
+    "METHOD|METHOD.py:CLASS|FILE.toml",
     "Run one method with the settings that flags give, or a TOML file whose values flags override. It writes a "
     "folder that 'fedstill resume' can continue; its experiment.toml has all settings and can be run again. "
     "'fedstill methods' lists the methods.",
@@ -116,6 +136,7 @@ RUN = Usage(
         "fedstill run fedprox --mu 0.1 --rounds 100 --partition shards:2 --out runs/fedprox",
         "fedstill run pfedsd --clients 100 --participation 0.1 --seeds 3",
         "fedstill run runs/fedprox/experiment.toml --mu 1",
+        "fedstill run my_method.py:MOON --mu 1 --model my_models.py:Net",
         "fedstill run fedavg --fine-tune 10 --newcomers 4 --new --forgetting",
     ),
 )
@@ -156,7 +177,7 @@ DEMO = Usage(
     "Nothing is downloaded. Writes the runs, summary.json and figure.png into --out, in place of an earlier demo.",
     ("fedstill demo", "fedstill demo --rounds 10 --out /tmp/demo"),
     out="fedstill-demo",
-    methods=DEFAULT_METHODS,
+    own=DEFAULT_METHODS,
 )
 
 
@@ -279,6 +300,7 @@ def resume(argv: Sequence[str]) -> None:
 
 def _resume(folder: Path, rounds: int | None, transport: Transports | None, wide: bool) -> None:
     """Go on with what a folder holds."""
+    own.allow()
     if saved.is_job(folder):
         goes_on = dataclasses.replace(_with_rounds(saved.read_job(folder), rounds), wide=wide)
         execute(goes_on, resume=True, transport=transport)
