@@ -51,7 +51,7 @@ RUNS = {
 }
 SERVER = """
 import errno, json, os, pathlib, signal, sys
-import fedstill.cli
+import fedstill.cli.execute
 fedstill.cli.execute.folders.draw = lambda *words: ""  # a picture takes longer than such a run
 for words in json.loads(sys.argv[1]):  # so that nothing is imported again in every fork
     fedstill.cli.main(words)

@@ -6,108 +6,51 @@
     run.personal(0), run.generic(), run.history, print(run.table())
 
 A method is a frozen dataclass with pure hooks (`fedstill.core.method`); every method in `fedstill.methods` is here by its name.
+The names are those of `fedstill.api`, which is imported, and PyTorch with it, when one of them is first asked for.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from .core import startup as _startup  # noqa: F401 - before what takes seconds
+from .core.version import __version__ as __version__
 
-# isort: split
-from . import methods as _methods
-from .core import terms, tree
-from .core.batch import Batch
-from .core.errors import InputError, TrainingError
-from .core.method import Method, Phase, Upload
-from .core.settings import setting
-from .core.task import Task
-from .core.tree import Params, Tree
-from .core.version import __version__
-from .data import Federation
-from .methods.apfl import APFL
-from .methods.cd2_pfed import CD2PFed
-from .methods.ditto import Ditto
-from .methods.fedavg import FedAvg
-from .methods.fedavgm import FedAvgM
-from .methods.fedbabu import FedBABU
-from .methods.fedbn import FedBN
-from .methods.fedbsd import FedBSD
-from .methods.feddyn import FedDyn
-from .methods.fedfomo import FedFomo
-from .methods.fedgen import FedGen
-from .methods.fedgkd import FedGKD
-from .methods.fedpac import FedPAC
-from .methods.fedper import FedPer
-from .methods.fedprox import FedProx
-from .methods.fedrep import FedRep
-from .methods.fedrod import FedRoD
-from .methods.l2gd import L2GD
-from .methods.lg_fedavg import LGFedAvg
-from .methods.local import Local
-from .methods.per_fedavg import PerFedAvg
-from .methods.pfedkd_wcl import PFedKDWCL
-from .methods.pfedme import PFedMe
-from .methods.pfedsd import PFedSD
-from .methods.scaffold import SCAFFOLD
-from .methods.spectral import SpectralCoDistillation
-from .report import text as _text  # noqa: F401 - `Run.table` prints with it
-from .run.evaluate import Evaluation
-from .run.experiment import Experiment, Training
-from .run.load import load
-from .run.result import Run
-from .run.simulation import resume, run, simulate
-from .run.together import run_together
+if TYPE_CHECKING:
+    from .api import *  # noqa: F403
+    from .api import __all__ as __all__
+else:
 
-METHODS = _methods.METHODS
+    def __getattr__(name: str) -> Any:
+        """Return a name of `fedstill.api`, or a subpackage, both imported now."""
+        if name != "__all__" and name.startswith("_"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name != FUNCTION and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+            return importlib.import_module(f"{__name__}.{name}")
+        api = importlib.import_module(f"{__name__}.api")
+        globals().update({each: getattr(api, each) for each in api.__all__}, __all__=[*api.__all__, "__version__"])
+        if name not in globals():
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals()[name]
 
-__all__ = [
-    "APFL",
-    "L2GD",
-    "METHODS",
-    "SCAFFOLD",
-    "Batch",
-    "CD2PFed",
-    "Ditto",
-    "Evaluation",
-    "Experiment",
-    "FedAvg",
-    "FedAvgM",
-    "FedBABU",
-    "FedBN",
-    "FedBSD",
-    "FedDyn",
-    "FedFomo",
-    "FedGKD",
-    "FedGen",
-    "FedPAC",
-    "FedPer",
-    "FedProx",
-    "FedRep",
-    "FedRoD",
-    "Federation",
-    "InputError",
-    "LGFedAvg",
-    "Local",
-    "Method",
-    "PFedKDWCL",
-    "PFedMe",
-    "PFedSD",
-    "Params",
-    "PerFedAvg",
-    "Phase",
-    "Run",
-    "SpectralCoDistillation",
-    "Task",
-    "Training",
-    "TrainingError",
-    "Tree",
-    "Upload",
-    "__version__",
-    "load",
-    "resume",
-    "run",
-    "run_together",
-    "setting",
-    "simulate",
-    "terms",
-    "tree",
-]
+    def __dir__() -> list[str]:
+        """Return what there is, for completion."""
+        return sorted({*globals(), *__getattr__("__all__")})
+
+
+FUNCTION = "run"  # a function of `fedstill.api`, and a subpackage
+
+
+class _Front(ModuleType):
+    """This module, on which `import fedstill.run.…` would set `run` to the subpackage: it stays the function."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != FUNCTION or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Front

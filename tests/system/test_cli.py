@@ -1,5 +1,6 @@
 """The command in this process: what it prints, what it leaves, and how it refuses."""
 
+import datetime
 import json
 import shutil
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import fedstill as fs
-from fedstill.cli import COMMANDS, main
+from fedstill.cli import COMMANDS, dated, main
 from fedstill.cli.show import PARTITIONS
 from fedstill.data.partition import KINDS
 from fedstill.methods import METHODS
@@ -15,6 +16,14 @@ from fedstill.models import MODELS
 from fedstill.run import prepare
 
 TINY = ["--rounds", "2", "--clients", "4", "--epochs", "1"]
+
+
+class Noon(datetime.datetime):
+    """A clock that stands still."""
+
+    @classmethod
+    def now(cls, tz=None) -> datetime.datetime:
+        return cls(2026, 11, 19, 14, 12)
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +58,43 @@ def test_run_prints_the_table_and_writes_nothing(capsys) -> None:
     assert "personal model, all clients, mean per client, last round" in out
     assert out.strip().splitlines()[-1].startswith("nothing was written: --out FOLDER")
     assert list(Path().iterdir()) == []
+
+
+def test_run_makes_a_dated_folder_and_says_so_first(capsys, monkeypatch) -> None:
+    """A second run in the same minute gets one of its own; a refusal leaves nothing."""
+    monkeypatch.delenv("FEDSTILL_RUNS")
+    monkeypatch.setattr(dated, "datetime", Noon)
+    assert "epochs" in refused(capsys, "run", "fedavg", "--epochs", "0")
+    assert "no-such" in refused(capsys, "run", "fedavg", "--data", "no-such")
+    for suffix in ("", "-2"):
+        assert main(["run", "fedavg", *TINY]) == 0
+        folder = f"runs/2026-11-19-1412-fedavg{suffix}"
+        out = capsys.readouterr().out
+        assert out.startswith(f"results: {folder}/ (--out FOLDER names another, --no-out writes nothing)\n")
+        assert f"saved in {folder}\n" in out
+        assert len(metrics(folder)) == 2
+    assert main(["resume", "runs/2026-11-19-1412-fedavg"]) == 0
+    assert main(["sweep", "fedprox", "mu=0,1", *TINY, "--rounds", "1"]) == 0
+    assert Path("runs/2026-11-19-1412-sweep-fedprox/mu=0/experiment.toml").is_file()
+    monkeypatch.setenv("FEDSTILL_RUNS", "other/place")
+    assert main(["compare", "fedavg", "local", *TINY, "--rounds", "1"]) == 0
+    assert Path("other/place/2026-11-19-1412-compare/local/experiment.toml").is_file()
+    assert len(list(Path("runs").iterdir())) == 3
+
+
+@pytest.mark.parametrize("words", [["--no-out"], ["--out", "none"]])
+def test_nothing_is_written_where_that_is_asked_for(words: list[str], capsys, monkeypatch) -> None:
+    monkeypatch.delenv("FEDSTILL_RUNS")
+    assert main(["run", "fedavg", *TINY, "--rounds", "1", *words]) == 0
+    assert "results: " not in capsys.readouterr().out
+    assert list(Path().iterdir()) == []
+    assert "--out is x" in refused(capsys, "run", "fedavg", "--no-out", "--out", "x")
+
+
+def test_the_default_folder_must_be_writable(capsys, monkeypatch) -> None:
+    monkeypatch.delenv("FEDSTILL_RUNS")
+    Path("runs").write_text("a file")
+    assert refused(capsys, "run", "fedavg", *TINY).endswith("; or --no-out")
 
 
 def test_run_keeps_a_folder_with_the_flags_in_it(capsys) -> None:

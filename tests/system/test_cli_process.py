@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -84,10 +85,11 @@ def test_a_reader_that_leaves_is_no_error(tmp_path) -> None:
 def test_in_a_terminal_a_line_for_each_method_moves(tmp_path) -> None:
     pytest.importorskip("rich")
     ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (30, 70))
     started = subprocess.Popen(
         [sys.executable, "-m", "fedstill", "compare", "local", "fedavg", *TINY],
         cwd=tmp_path,
-        env=ENV,
+        env={name: value for name, value in ENV.items() if name not in ("COLUMNS", "LINES")},
         stdout=theirs,
         stderr=theirs,
     )
@@ -108,3 +110,7 @@ def test_in_a_terminal_a_line_for_each_method_moves(tmp_path) -> None:
     assert "round 2/2" in text
     assert "\x1b[" in text
     assert "best personal accuracy" in text
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r\n", "\n")
+    table = plain[plain.index("\nmethod") :]
+    assert max(map(len, table.partition("nothing was written")[0].splitlines())) <= 70
+    assert "not in 70 columns: " in table

@@ -1,5 +1,6 @@
 """Flags made of fields: types, limits, nearest names; and that no method's field clashes with another flag."""
 
+import re
 from dataclasses import dataclass, replace
 from typing import Literal, get_origin
 
@@ -85,6 +86,29 @@ def test_a_name_from_elsewhere_is_understood() -> None:
         RUN.parser(tuple(METHODS)).read(["--learning-rate", "0.1"])
 
 
+@pytest.mark.parametrize(
+    ("line", "right"),
+    [
+        ("fedavg --lr-decay 0.9", "left out"),  # no such thing; --decay is another
+        ("fedavg --lamb 1", "left out"),  # of other methods
+        ("pfedsd --lamb 1", "--lam?"),
+        ("--lamb 1", "--lam?"),  # no method is named yet
+        ("pfedsd --tua 1", "--tau?"),
+        ("fedavg --n-clients 3", "--clients?"),
+        ("fedavg --num_rounds 3", "--rounds?"),
+        ("fedavg --local-epoch 3", "--epochs?"),
+        ("fedavg --batchsize 3", "--batch-size?"),
+        ("fedavg --momentun 3", "--momentum?"),
+        ("fedavg --weight-decays 3", "--weight-decay?"),
+        ("fedavg --no-averagd", "--no-averaged?"),
+    ],
+)
+def test_a_wrong_flag_is_suggested_what_is_meant(line: str, right: str) -> None:
+    with pytest.raises(InputError) as caught:
+        RUN.parser(tuple(METHODS)).read(line.split())
+    assert caught.value.right == f"{right} ('fedstill run --help-all' lists all flags)"
+
+
 def test_help_has_every_field_with_limits_and_default() -> None:
     text = " ".join(parser().format_help().split())
     for part in (
@@ -106,6 +130,22 @@ def test_help_of_the_commands_names_every_field(usage) -> None:
     for field in (field for cls in classes for field in settings.fields_of(cls)):
         assert flags.flag(field.name) in text
     assert "examples:" in text
+
+
+def test_brief_help_has_the_flags_that_matter_and_a_methods_own() -> None:
+    for usage in (RUN, COMPARE):
+        text = usage.brief(())
+        assert len(text.splitlines()) < 70
+        for name in ("data", "partition", "clients", "model", "rounds", "participation", "epochs", "lr", "seed", "out"):
+            assert f"  {flags.flag(name)} " in text
+        assert "--lam" not in text
+        assert "--staleness" not in text
+        assert re.search(rf"'fedstill {usage.command} --help-all' lists 1\d\d more flags", text)
+    own = RUN.brief(("pfedsd",))
+    for field in settings.fields_of(METHODS["pfedsd"]):
+        assert flags.flag(field.name) in own
+    assert "'fedstill run pfedsd --help-all' lists" in own
+    assert "  --mu X" not in own
 
 
 def test_a_shared_flag_says_which_method_has_which_default() -> None:

@@ -28,7 +28,7 @@ LAYERS = (
     ("cli",),
 )
 LAYER = {package: level for level, packages in enumerate(LAYERS) for package in packages}
-FREE = {"__init__", "__main__"}  # the front door imports everything
+FREE = {"__init__", "__main__", "api"}  # the front door imports everything
 
 
 def modules() -> list[Path]:

@@ -51,7 +51,10 @@ def suspicious(tree: ast.AST) -> Iterator[str]:
                     yield f"{keyword.arg}="
 
 
-USED = {"run/result.py": ["import pandas"]}  # Run.to_frame makes a frame of numbers; nothing of pandas reads a file
+USED = {
+    "core/own.py": ["spec.loader.exec_module"],  # a user's own method or model, which a command that trains was asked for
+    "run/result.py": ["import pandas"],  # Run.to_frame makes a frame of numbers; nothing of pandas reads a file
+}
 
 
 def test_no_module_unpickles_or_executes() -> None:

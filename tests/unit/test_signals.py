@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import fedstill as fs
-from fedstill import cli
-from fedstill.cli import main
+from fedstill.cli import execute, main, show
 from fedstill.core.errors import Stopped
 from fedstill.run import signals, together
 from fedstill.run.journal import Journal
@@ -154,15 +153,15 @@ def test_commands_say_where_they_stand(command: str, number: int, tmp_path: Path
         if record["round"] == 2 and not sent:
             sent.append(os.kill(os.getpid(), number))
 
-    step = cli.execute.Watch.step
+    step = execute.Watch.step
 
     def stepped(self, label, index, record) -> None:
         step(self, label, index, record)
         send(record)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli.execute.Watch, "step", stepped)
-        patch.setattr(cli.execute.Watch, "step_together", lambda self, label, record: send(record))
+        patch.setattr(execute.Watch, "step", stepped)
+        patch.setattr(execute.Watch, "step_together", lambda self, label, record: send(record))
         small = ["--clients", "3", "--epochs", "1", "--eval-every", "1000", "--out", str(tmp_path / "out")]
         assert main([*COMMANDS[command], *small]) == 128 + number
         said = capfd.readouterr().err.splitlines()
@@ -173,7 +172,7 @@ def test_commands_say_where_they_stand(command: str, number: int, tmp_path: Path
 
 
 def test_sigterm_outside_of_training(capsys, monkeypatch) -> None:
-    monkeypatch.setitem(cli.COMMANDS, "methods", (lambda words: os.kill(os.getpid(), signal.SIGTERM), ""))
+    monkeypatch.setattr(show, "methods", lambda words: os.kill(os.getpid(), signal.SIGTERM))
     assert main(["methods"]) == 143
     assert capsys.readouterr().err == "fedstill: stopped\n"
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -219,6 +218,6 @@ def test_a_full_memory_is_said_in_a_line(capsys, monkeypatch) -> None:
     def full(words) -> None:
         torch.empty(2**50)
 
-    monkeypatch.setitem(cli.COMMANDS, "methods", (full, ""))
+    monkeypatch.setattr(show, "methods", full)
     assert main(["methods"]) == 1
     assert capsys.readouterr().err.startswith("fedstill: the memory is full")

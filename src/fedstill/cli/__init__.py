@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.metadata
 import os
 import platform
 import signal
@@ -10,46 +12,43 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-import torch
-
 from ..core import startup
 from ..core.errors import InputError, TrainingError, nearest
 from ..core.version import __version__
 from ..run import signals
-from . import costs, deploy, finished, papers, report, reproduce, show, takeaway, timeline, train
 
 Command: TypeAlias = Callable[[Sequence[str]], None]
 
 FULL = "the memory is full: less data, a smaller model, or a smaller --cohort takes less"
-COMMANDS: dict[str, tuple[Command, str]] = {
-    "run": (train.run, "run one method: fedstill run METHOD, or fedstill run experiment.toml"),
-    "compare": (train.compare, "run several methods on the same data and set them side by side"),
-    "sweep": (train.sweep, "run one method with several values of a field: fedstill sweep pfedsd lam=0.1,0.5,1"),
-    "demo": (train.demo, "compare four methods on handwritten digits; a table and a picture in a minute"),
-    "resume": (train.resume, "continue a run that was stopped"),
+COMMANDS: dict[str, tuple[str, str]] = {  # by name: module and function, imported when it is run, and a line about it
+    "run": ("train:run", "run one method: fedstill run METHOD, or fedstill run experiment.toml"),
+    "compare": ("train:compare", "run several methods on the same data and set them side by side"),
+    "sweep": ("train:sweep", "run one method with several values of a field: fedstill sweep pfedsd lam=0.1,0.5,1"),
+    "demo": ("train:demo", "compare four methods on handwritten digits; a table and a picture in a minute"),
+    "resume": ("train:resume", "continue a run that was stopped"),
     "deploy-demo": (
-        deploy.run_demo,
+        "deploy:run_demo",
         "a hub and three sites as processes with certificates, on the digits, in a minute",
     ),
     "hub": (
-        deploy.run_hub,
+        "deploy:run_hub",
         "a hub of real sites, which keep their data: init, approve, start, run, status, stop, revoke",
     ),
-    "site": (deploy.run_site, "a site: request, join, start, status, stop"),
-    "costs": (costs.costs, "what a round costs by method: time, FLOPs, bytes, beside the first paper's numbers"),
-    "show": (finished.finished, "print finished runs side by side, from their folders: fedstill show runs/a runs/b"),
-    "export": (takeaway.export, "write a client's model, or the one for everybody, as safetensors, onnx or pt2"),
-    "predict": (takeaway.predict, "classify new samples with a client's model of a finished run"),
-    "report": (report.report, "write report.html, one page of results, from the folders of runs"),
-    "papers": (papers.papers, "list the papers' tables and figures: cells, data, cost here"),
+    "site": ("deploy:run_site", "a site: request, join, start, status, stop"),
+    "costs": ("costs:costs", "what a round costs by method: time, FLOPs, bytes, beside the first paper's numbers"),
+    "show": ("finished:finished", "print finished runs side by side, from their folders: fedstill show runs/a runs/b"),
+    "export": ("takeaway:export", "write a client's model, or the one for everybody, as safetensors, onnx or pt2"),
+    "predict": ("takeaway:predict", "classify new samples with a client's model of a finished run"),
+    "report": ("report:report", "write report.html, one page of results, from the folders of runs"),
+    "papers": ("papers:papers", "list the papers' tables and figures: cells, data, cost here"),
     "reproduce": (
-        reproduce.reproduce,
+        "reproduce:reproduce",
         "run a paper's table or figure beside the published numbers: fedstill reproduce pfedsd/table2",
     ),
-    "timeline": (timeline.timeline, "draw a run's rounds in simulated time as a Gantt chart"),
-    "methods": (show.methods, "list the methods, with their papers and flags"),
-    "models": (show.models, "list the models"),
-    "data": (show.data, "list the data sets and partitions; 'fedstill data show' draws who has what"),
+    "timeline": ("timeline:timeline", "draw a run's rounds in simulated time as a Gantt chart"),
+    "methods": ("show:methods", "list the methods, with their papers and flags"),
+    "models": ("show:models", "list the models"),
+    "data": ("show:data", "list the data sets and partitions; 'fedstill data show' draws who has what"),
 }
 
 EXAMPLES = (
@@ -73,11 +72,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):  # write ? where a terminal cannot write ±
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    startup.done()
     words = list(sys.argv[1:] if argv is None else argv)
+    name = words[0] if words else "help"
+    command = _load(name) if name in COMMANDS else None  # what stops this is said by `startup`
+    startup.done()
     try:
         with signals.terminable():
-            _dispatch(words)
+            if command is not None:
+                command(words[1:])
+            elif name in ("-h", "--help", "help"):
+                print(overview())
+            elif name in ("-V", "--version"):
+                print(version())
+            else:
+                raise InputError("command", name, nearest(name, COMMANDS))
             sys.stdout.flush()
     except InputError as error:
         return _stop(str(error), 2)
@@ -85,14 +93,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _stop(str(error), 1)
     except KeyboardInterrupt as stopped:
         return _stop(str(stopped) or "stopped", 128 + getattr(stopped, "signal", signal.SIGINT))
-    except torch.cuda.OutOfMemoryError:
-        return _stop("the GPU's memory is full: a smaller --cohort trains fewer clients at once", 1)
     except MemoryError:
         return _stop(FULL, 1)
-    except RuntimeError as error:  # as torch says it, of its allocator on a CPU
+    except RuntimeError as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU
+            return _stop("the GPU's memory is full: a smaller --cohort trains fewer clients at once", 1)
         if "can't allocate memory" not in str(error) and "can't start new thread" not in str(error):
             raise
-        return _stop(FULL, 1)
+        return _stop(FULL, 1)  # as torch says it, of its allocator on a CPU
     except BrokenPipeError:  # the reader has closed its end, as in `fedstill methods | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -101,16 +109,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _dispatch(words: Sequence[str]) -> None:
-    """Run the command that the first word names."""
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(overview())
-    elif words[0] in ("-V", "--version"):
-        print(f"fedstill {__version__} (torch {torch.__version__}, Python {platform.python_version()})")
-    elif words[0] in COMMANDS:
-        COMMANDS[words[0]][0](words[1:])
-    else:
-        raise InputError("command", words[0], nearest(words[0], COMMANDS))
+def _load(name: str) -> Command:
+    """Return the function of a command; importing it takes seconds where it needs PyTorch."""
+    module, _, function = COMMANDS[name][0].partition(":")
+    command: Command = getattr(importlib.import_module(f"{__name__}.{module}"), function)
+    return command
+
+
+def version() -> str:
+    """Return the versions of fedstill, PyTorch and Python."""
+    torch = importlib.metadata.version("torch")
+    return f"fedstill {__version__} (torch {torch}, Python {platform.python_version()})"
 
 
 def overview() -> str:

@@ -48,6 +48,11 @@ class Flags:
     backend: BackendName
     reduce: bool
 
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the one that runs the command, as far as that is known before others are met."""
+        return self.transport == "local" or os.environ.get("RANK", "0") == "0"
+
     @contextmanager
     def start(self, out: Path | None, device: str = "auto") -> Iterator[Carrier]:
         """Yield what carries orders. On a rank other than 0 of a cluster that is when all is over, and nothing is left to do.

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core import settings
+from ..core import own, settings
 from ..core.errors import Stopped, TrainingError
 from ..data import Federation
 from ..report import local_work
@@ -91,11 +91,13 @@ def _execute(job: Job, resume: bool, stack: contextlib.ExitStack, transport: Tra
         folders.save(
             job.out, job.experiments, {}, facts, command=job.command, line=job.line
         )  # marks the folder from the beginning
+    if job.dated and job.out is not None:
+        say(f"results: {job.out}/ (--out FOLDER names another, --no-out writes nothing)")
     for federation in divided:
         sizes = [len(client.y_train) for client in federation.clients]
         samples = f"{min(sizes):,} to {max(sizes):,} training samples each"
         dealt = f"{len(federation)} clients by {partition_of(federation)}"
-        say(f"{job.first.data}: {dealt}, {samples}; model {job.first.model}")
+        say(f"{job.first.data}: {dealt}, {samples}; model {own.short(job.first.model)}")
     for line in notes:
         say(line)
     divisions.transport = transport
@@ -278,7 +280,7 @@ def _check_failed(folder: Path | None, resume: bool) -> None:
 def _report(job: Job, done: Results, facts: Facts) -> None:
     """Print the table, save summary and picture, and raise an error that names what failed."""
     if done.runs:
-        results([run for runs in done.runs.values() for run in runs], facts)
+        results([run for runs in done.runs.values() for run in runs], facts, job.wide)
         if job.command == SWEEP and len(done.runs) == 1:
             say(f"only {next(iter(done.runs))} finished")
         say()

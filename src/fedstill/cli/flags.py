@@ -25,7 +25,12 @@ ORDER = (  # of the groups in the help
 )  # fmt: skip
 SYNONYMS = {  # names of the same in other libraries
     "alpha": "partition",
+    "bs": "batch-size",
+    "communication-rounds": "rounds",
     "dataset": "data",
+    "fraction": "participation",
+    "global-rounds": "rounds",
+    "join-ratio": "participation",
     "gpu": "device",
     "learning-rate": "lr",
     "local-epochs": "epochs",
@@ -55,7 +60,10 @@ def in_words(reason: str) -> str:
 class Parser(argparse.ArgumentParser):
     """One command's flags. Other arguments are returned as a list of words, wherever they stand."""
 
-    def __init__(self, command: str, about: str, words: str = "", examples: Sequence[str] = ()) -> None:
+    def __init__(
+        self, command: str, about: str, words: str = "", examples: Sequence[str] = (), all_by: str = "--help"
+    ) -> None:
+        """`all_by` is the flag that lists all flags, where `--help` shows some."""
         width = min(shutil.get_terminal_size().columns, 120)
         super().__init__(
             prog=f"fedstill {command}",
@@ -71,7 +79,12 @@ class Parser(argparse.ArgumentParser):
         self.command = command
         self.takes: dict[str, str] = {"help": "left without a value"}  # by field: which values its flag takes, in words
         self._optionals.title = "help"
+        self.owners: dict[str, set[str]] = {}  # by field: the methods that have it, where it is theirs alone
+        self.all_by = all_by
         self.add_argument("-h", "--help", action="store_true", help="show this and stop")
+        if all_by != "--help":
+            self.takes["help_all"] = self.takes["help"]
+            self.add_argument(all_by, action="store_true", dest="help_all", help="show all flags and stop")
 
     def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """Return the flags' texts by field, and the words; refuse an unknown flag and suggest the nearest one."""
@@ -85,18 +98,36 @@ class Parser(argparse.ArgumentParser):
             raise InputError(action.option_strings[0], Shown("nothing"), self.takes[action.dest]) from None
         for word in words:
             if word.startswith("-"):
-                raise self._unknown(word.partition("=")[0])
+                raise self._unknown(word.partition("=")[0], words)
         return vars(flag_values), words
 
-    def _unknown(self, word: str) -> InputError:
-        """Return the error for an unknown flag."""
-        known = [option for action in self._actions for option in action.option_strings]
+    def _unknown(self, word: str, words: Sequence[str]) -> InputError:
+        """Return the error for an unknown flag; a flag that belongs to other methods than those named is not suggested."""
+        named = set(words) & set().union(*self.owners.values())
+        known = [
+            option
+            for action in self._actions
+            if not named or action.dest not in self.owners or self.owners[action.dest] & named
+            for option in action.option_strings
+        ]
         name = word.lstrip("-").replace("_", "-").lower()
         bare = {option.lstrip("-"): option for option in known}
-        close = [SYNONYMS.get(name, ""), *difflib.get_close_matches(name, bare, n=1, cutoff=0.6)]
-        right = next((bare[option] for option in close if option in bare), "")
-        lists = f"'fedstill {self.command} --help' lists all flags"
+        name = re.sub(r"^(n|num|number-of)-", "", name)
+        near = difflib.get_close_matches(name, bare, n=3, cutoff=0.7)
+        swapped = [option for option in bare if sorted(option) == sorted(name)]  # letters in another order
+        close = [SYNONYMS.get(name, ""), SYNONYMS.get(f"{name}s", ""), *swapped, *near]
+        right = next((bare[option] for option in close if option in bare and not _lacks(option, name)), "")
+        lists = f"'fedstill {self.command} {self.all_by}' lists all flags"
         return InputError("flag", Shown(word), f"{right}? ({lists})" if right else f"left out ({lists})")
+
+
+def _lacks(option: str, name: str) -> bool:
+    """Return whether a flag is what was written without one of its words, and so another thing.
+
+    >>> _lacks("decay", "lr-decay"), _lacks("batch-size", "batchsize")
+    (True, False)
+    """
+    return set(option.split("-")) < set(name.split("-"))
 
 
 def add(parser: Parser, cls: type, only: Iterable[str] | None = None) -> None:
@@ -122,6 +153,8 @@ def add_methods(parser: Parser, methods: Mapping[str, type[Method]], beside: typ
     for cls in methods.values():
         for field in settings.fields_of(cls):
             owners.setdefault(field.name, []).append(cls)
+    common = {field.name for field in settings.fields_of(beside)}
+    parser.owners = {name: {cls.id for cls in of} for name, of in owners.items() if name not in common}
     both = {f.name: f for f in settings.fields_of(beside) if 0 < len(owners.get(f.name, ())) < len(methods)}
     for name, field in both.items():
         descriptions = [f"{cls.id}'s own: {_describe_of(cls, name)}" for cls in owners.pop(name)]

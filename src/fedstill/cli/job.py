@@ -17,6 +17,7 @@ from ..methods import METHODS
 from ..run.experiment import Experiment
 from ..run.track import check as checked
 from . import flags
+from .dated import NOWHERE
 
 SWEEP = "sweep"  # the command whose experiments differ in one field or two
 
@@ -32,6 +33,8 @@ class Job:
     explicit: tuple[str, ...] = ()  # the fields that flags set
     line: str = ""  # the command as it was typed
     track: tuple[str, ...] = ()  # where records are sent besides
+    dated: bool = False  # whether `out` is a new folder named by the date, since none was named
+    wide: bool = False  # whether the table has all its columns, however narrow the terminal is
 
     @property
     def first(self) -> Experiment:
@@ -81,7 +84,8 @@ def plan(methods: Sequence[Method], base: Experiment, flag_values: Mapping[str, 
         if name in owners and name not in common and not set(owners[name]) & set(chosen):
             right = f"left out for {', '.join(chosen)}: it is a flag of {', '.join(owners[name])}"
             raise InputError("flag", Shown(flags.flag(name)), right)
-    if flag_values.get("out") == "":
+    out = flag_values.get("out", "")
+    if out == "" and "out" in flag_values:
         raise InputError("--out", "", "a folder")
     seeds = flags.whole_number(flag_values, "seeds", 1)
     experiments = {}
@@ -89,6 +93,7 @@ def plan(methods: Sequence[Method], base: Experiment, flag_values: Mapping[str, 
         own = flags.take(type(method), flag_values)
         values = flags.take(Experiment, {name: value for name, value in flag_values.items() if name not in own})
         experiments[method.id] = dataclasses.replace(base, **values, method=dataclasses.replace(method, **own))
-    out = Path(flag_values["out"]) if "out" in flag_values else None
-    track = tuple(filter(None, flag_values.get("track", "").split(",")))
-    return Job(experiments, seeds, out, command, tuple(flag_values), track=checked(track))
+    folder = None if out in ("", NOWHERE) else Path(out)
+    track = checked(tuple(filter(None, flag_values.get("track", "").split(","))))
+    wide = "wide" in flag_values
+    return Job(experiments, seeds, folder, command, tuple(flag_values), dated=not out, wide=wide, track=track)

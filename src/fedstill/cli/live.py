@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 Clock: TypeAlias = Callable[[], float]
 
 LINES = 5  # plain lines per method
+WORDS = 50  # columns that the words beside a bar may take: seed and round, accuracy, time left
 
 
 class Meter:
@@ -137,7 +138,7 @@ def watch(labels: Sequence[str], rounds: int, seeds: int = 1) -> Iterator[Watch]
 
     columns = (
         TextColumn("[bold]{task.description}"),
-        BarColumn(bar_width=28),
+        BarColumn(bar_width=max(4, min(28, screen.width - max(map(len, labels)) - WORDS))),
         TextColumn("{task.fields[at]}"),
         TextColumn("[cyan]{task.fields[accuracy]:>7}"),
         TextColumn("[dim]{task.fields[left]}"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from .. import methods
 from ..core import files, settings
 from ..core.errors import InputError, can_be_shown
 from ..core.files import Damaged, write
@@ -79,5 +80,5 @@ def beside(folder: Path) -> Path | None:
 
 
 def _values(experiment: Experiment) -> dict[str, Any]:
-    method = {"id": experiment.method.id, **settings.values_of(experiment.method)}
+    method = {"id": methods.name_of(experiment.method), **settings.values_of(experiment.method)}
     return {**settings.values_of(experiment), "method": method}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..report import robustness
 from ..report.bubbles import Counts, bubbles, sizes
-from ..report.text import Facts, columns, notes, rows, table
+from ..report.fit import explained, fit
+from ..report.text import Facts, aligned, columns, notes, rows
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,35 +35,43 @@ def say(line: str = "") -> None:
     print(line, flush=True)
 
 
-def results(runs: Sequence[Run], facts: Facts) -> None:
-    """Print the table of results, and below it what attackers cost, where there are some."""
+def width() -> int | None:
+    """Return the columns of the terminal; None where stdout is none, so that a file has all."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def results(runs: Sequence[Run], facts: Facts, wide: bool = False) -> None:
+    """Print the table of results, and below it what attackers cost, where there are some.
+
+    In a narrow terminal columns are left out, unless `wide`.
+    """
+    lines = rows(runs)
+    _table(columns(lines), [row.best for row in lines], notes(runs, lines, facts), wide)
+    if robustness.compares(runs):
+        cells = robustness.columns(runs)
+        _table(cells, [False] * len(cells[0][1]), robustness.notes(runs), wide)
+
+
+def _table(cells: Sequence[tuple[str, Sequence[str]]], bold: Sequence[bool], notes: Sequence[str], wide: bool) -> None:
+    """Print columns, each with its heading, and the lines below them."""
+    room = None if wide else width()
+    shown, left_out = fit(cells, room)
+    notes = explained(notes, left_out)
+    if left_out:
+        notes = [*notes, f"not in {room} columns: {', '.join(left_out)} (--wide shows them, report.html has them)"]
     screen = console()
     if screen is None:
-        say("\n" + table(runs, facts))
-    else:
-        lines = rows(runs)
-        _grid(screen, columns(lines), [row.best for row in lines], notes(runs, lines, facts))
-    if robustness.compares(runs):
-        if screen is None:
-            say("\n" + robustness.table(runs))
-        else:
-            cells = robustness.columns(runs)
-            _grid(screen, cells, [False] * len(cells[0][1]), robustness.notes(runs))
-
-
-def _grid(
-    screen: Console, cells: Sequence[tuple[str, Sequence[str]]], bold: Sequence[bool], notes: Sequence[str]
-) -> None:
-    """Print columns, each with its heading, and the lines below them."""
-    from rich import box
-    from rich.table import Table
-
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for i, (heading, _) in enumerate(cells):
-        grid.add_column(heading, justify="right" if i else "left", no_wrap=i < 2)
-    for i, best in enumerate(bold):
-        grid.add_row(*(texts[i] for _, texts in cells), style="bold green" if best else "")
-    screen.print(grid)
+        say("\n" + "\n".join([*aligned(shown), "", *notes]))
+        return
+    heads, rule, *body = aligned(shown)
+    screen.print()
+    for line, style in [
+        (heads, "bold"),
+        (rule, "dim"),
+        *zip(body, ["bold green" if best else "" for best in bold], strict=True),
+    ]:
+        screen.print(line, style=style, markup=False, no_wrap=True, overflow="ignore", crop=False)
+    screen.print()
     for note in notes:
         screen.print(note, style="dim", markup=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import shlex
@@ -11,8 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..core import own
 from ..core.errors import InputError, Shown, nearest
-from ..methods import METHODS, get
+from ..methods import METHODS, get, register
 from ..report.text import Facts
 from ..run import prepare, simulation
 from ..run.experiment import Experiment, check_format
@@ -20,8 +22,10 @@ from ..run.journal import Journal
 from ..run.lock import LOCK, FolderLock
 from ..run.session import Transports
 from ..run.track import TRACKERS
-from . import carrier, flags, folders, job, saved
+from . import carrier, flags, folders, saved
+from . import job as job_
 from .attacked import plan_attacked
+from .dated import NOWHERE, reserved
 from .execute import execute, stoppable
 from .job import Job, plan
 from .live import watch
@@ -29,6 +33,17 @@ from .screen import results, say
 from .sweep import plan_sweep
 
 DEFAULT_METHODS = ("local", "fedavg", "fedrep", "pfedsd")  # what the demo compares, and a comparison without names
+
+
+def add_wide(parser: flags.Parser, group: argparse._ArgumentGroup) -> None:
+    """Add the flag --wide, which is no setting of a run."""
+    group.add_argument("--wide", dest="wide", action="store_true", help="all columns of the table in a narrow terminal")
+    parser.takes["wide"] = "left without a value"
+
+
+OFTEN = (  # the experiment's flags that `--help` shows; `--help-all` shows all
+    "data", "clients", "partition", "model", "rounds", "participation", "seed", "epochs", "batch_size", "lr", "device",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,46 +54,92 @@ class Usage:
     words: str
     about: str
     examples: tuple[str, ...]
-    out: str = "none: nothing is written"
-    methods: tuple[str, ...] = tuple(METHODS)
+    out: str = "a new one under runs/, named by date and method"
+    own: tuple[str, ...] = ()  # the methods whose flags it takes; empty: all, and those of one's own
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods whose flags it takes."""
+        return self.own or tuple(METHODS)
 
     def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]] | None:
         """Return the flags and words of a command line, or print help (of the methods named in it) and return None."""
-        parser = self.parser(self.methods)
-        flag_values, words = parser.read(argv)
-        if "help" not in flag_values:
-            return flag_values, words
+        own.allow()
+        argv = self._with_own(argv)
+        flag_values, words = self.parser(self.methods).read(argv)
         named = tuple(word for word in words if word in self.methods)
-        (self.parser(named) if named else parser).print_help()
-        return None
+        if "help_all" in flag_values:
+            self.parser(named or self.methods).print_help()
+            return None
+        if "help" in flag_values:
+            print(self.brief(named))
+            return None
+        if flag_values.pop("no_out", False):
+            if "out" in flag_values:
+                raise InputError("--no-out", Shown("given"), f"left out: --out is {flag_values['out']}")
+            flag_values["out"] = NOWHERE
+        if own.is_reference(flag_values.get("model", "")):
+            flag_values["model"] = own.reference_of(own.load("--model", flag_values["model"]))
+        return flag_values, words
 
-    def parser(self, methods: Sequence[str]) -> flags.Parser:
-        """Return the parser of the command's own flags, these methods' and the experiment's."""
-        parser = flags.Parser(self.command, self.about, self.words, self.examples)
+    def _with_own(self, argv: Sequence[str]) -> list[str]:
+        """Return the words with methods of one's own by their ids; they are registered, so that their fields are flags."""
+        if self.own or not any(map(own.is_reference, argv)):
+            return list(argv)
+        _, words = self.parser(self.methods).parse_known_args(list(argv))
+        ids = {}
+        for word in filter(own.is_reference, words):
+            ids[word] = register(word).id
+        return [ids.get(word, word) for word in argv]
+
+    def brief(self, methods: Sequence[str]) -> str:
+        """Return the help with the flags that are used most, and those of these methods."""
+        every = self.parser(methods or self.methods)
+        shown = self.parser(methods, OFTEN)
+        count = len(every._actions) - len(shown._actions)
+        one = (
+            ""
+            if methods or self.command == folders.DEMO
+            else f"'fedstill {self.command} METHOD --help' adds a method's own, "
+        )
+        more = f"{one}'fedstill {' '.join([self.command, *methods])} --help-all' lists {count} more flags."
+        return f"{shown.format_help()}\n{more}"
+
+    def parser(self, methods: Sequence[str], only: Sequence[str] | None = None) -> flags.Parser:
+        """Return the parser of the command's own flags, these methods' and the experiment's, or `only` these of them."""
+        parser = flags.Parser(self.command, self.about, self.words, self.examples, all_by="--help-all")
         group = parser.add_argument_group("results")
-        help = f"folder for everything that the run writes [default {self.out}]"
+        help = (
+            f"folder for everything that the run writes; {NOWHERE} or --no-out: nothing is written [default {self.out}]"
+        )
         flags.plain(parser, group, "out", help, "FOLDER", "a folder")
+        if only is None:
+            group.add_argument("--no-out", dest="no_out", action="store_true", help="write nothing")
+            parser.takes["no_out"] = "left without a value"
         help = "run the seeds seed … seed+N−1 and report mean ± std over them [at least 1; default 1]"
         flags.plain(parser, group, "seeds", help, "N", "a whole number at least 1")
-        help = f"also send the numbers of each round to {', '.join(TRACKERS)} (several with commas) [default none]"
-        flags.plain(parser, group, "track", help, "NAME,NAME", f"one or more of {', '.join(TRACKERS)}")
-        carrier.add(parser)
+        add_wide(parser, group)
+        if only is None:
+            help = f"also send the numbers of each round to {', '.join(TRACKERS)} (several with commas) [default none]"
+            flags.plain(parser, group, "track", help, "NAME,NAME", f"one or more of {', '.join(TRACKERS)}")
+            carrier.add(parser)
         flags.add_methods(parser, {name: METHODS[name] for name in methods}, Experiment)
-        flags.add(parser, Experiment)
+        flags.add(parser, Experiment, only)
         return parser
 
 
 RUN = Usage(
     "run",
-    "METHOD|FILE.toml",
-    "Run one method with the settings that flags give, or a TOML file whose values flags override. With --out it "
-    "writes a folder that 'fedstill resume' can continue; its experiment.toml has all settings and can be run again. "
-    "'fedstill run METHOD --help' shows that method's flags only; 'fedstill methods' lists the methods.",
+    "METHOD|METHOD.py:CLASS|FILE.toml",
+    "Run one method with the settings that flags give, or a TOML file whose values flags override. It writes a "
+    "folder that 'fedstill resume' can continue; its experiment.toml has all settings and can be run again. "
+    "'fedstill methods' lists the methods.",
     (
         "fedstill run pfedsd",
         "fedstill run fedprox --mu 0.1 --rounds 100 --partition shards:2 --out runs/fedprox",
         "fedstill run pfedsd --clients 100 --participation 0.1 --seeds 3",
         "fedstill run runs/fedprox/experiment.toml --mu 1",
+        "fedstill run my_method.py:MOON --mu 1 --model my_models.py:Net",
         "fedstill run fedavg --fine-tune 10 --newcomers 4 --new --forgetting",
     ),
 )
@@ -88,7 +149,7 @@ COMPARE = Usage(
     "Run several methods on the same data, partition and model, and set them side by side. METHOD 'all' is every "
     f"method; none means {' '.join(DEFAULT_METHODS)}. A method's own flags go to the methods that have them. "
     "With --attack: each method without attackers, with them under the mean, and under each rule of --average (median,krum). "
-    "With --out: a folder for each run, summary.json, figure.png and report.html.",
+    "It writes a folder for each run, summary.json, figure.png and report.html.",
     (
         "fedstill compare local fedavg pfedsd",
         "fedstill compare fedavg fedprox scaffold --partition classes:2 --mu 0.1",
@@ -97,11 +158,11 @@ COMPARE = Usage(
     ),
 )
 SWEEP = Usage(
-    job.SWEEP,
+    job_.SWEEP,
     "METHOD|FILE.toml FIELD=VALUE,VALUE… [FIELD=VALUE,VALUE…]",
     "Run one method with several values of one field (its own, one of local training, participation, partition or clients), "
     "or with every combination of two, and set them side by side. Where clients are stacked, all values of floating fields of "
-    "the method or of lr, and all seeds, are one stack. With --out: a folder for each run, summary.json, figure.png, "
+    "the method or of lr, and all seeds, are one stack. It writes a folder for each run, summary.json, figure.png, "
     "report.html and sweep.png: the score by value, or a heat map. Values with a comma are divided by ';' "
     "('partition=shards:2;classes:2,lognormal:1.0').",
     (
@@ -119,7 +180,7 @@ DEMO = Usage(
     "Nothing is downloaded. Writes the runs, summary.json and figure.png into --out, in place of an earlier demo.",
     ("fedstill demo", "fedstill demo --rounds 10 --out /tmp/demo"),
     out="fedstill-demo",
-    methods=DEFAULT_METHODS,
+    own=DEFAULT_METHODS,
 )
 
 
@@ -143,9 +204,17 @@ def run(argv: Sequence[str]) -> None:
 def _execute(job: Job, where: carrier.Flags, argv: Sequence[str]) -> None:
     """Run a job, which these words asked for, on a transport."""
     job = dataclasses.replace(job, line=shlex.join(["fedstill", job.command, *argv]))
-    with where.start(job.out, job.first.device) as on:
-        if on.leads:
-            execute(job, transport=on.transport)
+    with reserved(_name(job)) if job.dated and where.leads else contextlib.nullcontext(job.out) as out:
+        job = dataclasses.replace(job, out=out)
+        with where.start(job.out, job.first.device) as on:
+            if on.leads:
+                execute(job, transport=on.transport)
+
+
+def _name(job: Job) -> str:
+    """Return what a dated folder is named after the date."""
+    method = job.first.method.id
+    return {"run": method, job_.SWEEP: f"{job_.SWEEP}-{method}"}.get(job.command, job.command)
 
 
 def _base(name: str) -> Experiment:
@@ -216,6 +285,7 @@ def resume(argv: Sequence[str]) -> None:
     examples = ("fedstill resume runs/fedprox", "fedstill resume runs/all", "fedstill resume runs/fedprox --rounds 100")
     parser = flags.Parser("resume", RESUME, "FOLDER", examples)
     flags.add(parser, Experiment, only=["rounds"])
+    add_wide(parser, parser.add_argument_group("results"))
     carrier.add(parser)
     flag_values, words = parser.read(argv)
     if "help" in flag_values:
@@ -228,17 +298,19 @@ def resume(argv: Sequence[str]) -> None:
         rounds = flags.take(Experiment, flag_values).get("rounds")
         with carrier.take(flag_values).start(folder) as on:
             if on.leads:
-                _resume(folder, rounds, on.transport)
+                _resume(folder, rounds, on.transport, "wide" in flag_values)
 
 
-def _resume(folder: Path, rounds: int | None, transport: Transports | None) -> None:
+def _resume(folder: Path, rounds: int | None, transport: Transports | None, wide: bool) -> None:
     """Go on with what a folder holds."""
+    own.allow()
     if saved.is_job(folder):
-        execute(_with_rounds(saved.read_job(folder), rounds), resume=True, transport=transport)
+        goes_on = dataclasses.replace(_with_rounds(saved.read_job(folder), rounds), wide=wide)
+        execute(goes_on, resume=True, transport=transport)
         return
     job = next((parent for parent in list(folder.absolute().parents)[:2] if saved.is_job(parent)), None)
     with contextlib.nullcontext() if job is None else FolderLock(job):
-        _resume_run(folder, rounds, transport)
+        _resume_run(folder, rounds, transport, wide)
 
 
 def _with_rounds(job: Job, rounds: int | None) -> Job:
@@ -256,7 +328,7 @@ def _with_rounds(job: Job, rounds: int | None) -> Job:
     return dataclasses.replace(job, experiments=changed)
 
 
-def _resume_run(folder: Path, rounds: int | None, transport: Transports | None) -> None:
+def _resume_run(folder: Path, rounds: int | None, transport: Transports | None, wide: bool) -> None:
     """Go on with a single run."""
     if not (folder / folders.RUN).is_file():
         right = f"a folder that --out made, which holds {folders.RUN} or {saved.JOB}"
@@ -281,7 +353,7 @@ def _resume_run(folder: Path, rounds: int | None, transport: Transports | None) 
     facts = Facts.of(experiment, prepare.federation_of(experiment))
     line = folders.line_of(folder) or f"fedstill resume {folder}"
     folders.save(folder, {label: experiment}, {label: [(folder, run)]}, facts, command="resume", line=line)
-    results([run], facts)
+    results([run], facts, wide)
     say()
     say(folders.draw(folder, {label: [run]}, facts))
     say(folders.report(folder))

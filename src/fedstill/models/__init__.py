@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import nn
 
-from ..core.errors import InputError, nearest
+from ..core import own
+from ..core.errors import InputError, first_line, nearest
 from .alexnet import AlexNet
 from .cnn import CNN, LeNet5
 from .digits import DigitsCNN
@@ -16,6 +18,7 @@ from .mlp import MLP, MLR
 from .mobilenet import MobileNetV2
 from .resnet import resnet8, resnet18, resnet32, resnet34, resnet50
 
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 Builder: TypeAlias = Callable[[Sequence[int], int], nn.Module]
 
 MODELS: dict[str, tuple[Builder, str]] = {
@@ -50,9 +53,29 @@ MODELS: dict[str, tuple[Builder, str]] = {
 
 def build(name: str, shape: Sequence[int], classes: int, seed: int = 0) -> nn.Module:
     """Build a model for samples of this shape; the same seed gives the same weights, and global generators are untouched."""
+    if own.is_reference(name):
+        return seeded(lambda: _own(name, shape, classes), seed)
     if name not in MODELS:
         raise InputError("model", name, f"a known model: {nearest(name, MODELS)}")
     return seeded(lambda: MODELS[name][0](shape, classes), seed)
+
+
+def _own(reference: str, shape: Sequence[int], classes: int) -> nn.Module:
+    """Build a model of one's own: a class or function that takes nothing, or the samples' shape and the number of classes."""
+    make = own.load("model", reference)
+    if not (inspect.isfunction(make) or (isinstance(make, type) and issubclass(make, nn.Module))):
+        raise InputError("model", reference, "a class of modules, or a function that returns one")
+    try:
+        required = [
+            p for p in inspect.signature(make).parameters.values() if p.default is p.empty and p.kind in POSITIONAL
+        ]
+        model = make(shape, classes) if required else make()
+    except Exception as error:
+        right = f"one that can be built with (shape, classes), or with nothing ({type(error).__name__}: {first_line(error)})"
+        raise InputError("model", reference, right) from error
+    if not isinstance(model, nn.Module):
+        raise InputError("model", reference, f"one that makes a torch.nn.Module, not {type(model).__name__}")
+    return model
 
 
 def seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .. import scores
-from ..core import settings
+from ..core import own, settings
 from ..core.errors import InputError
 from ..data import Federation
 from ..run.evaluate import Evaluation
@@ -46,7 +46,7 @@ class Facts:
             clients=len(federation),
             partition=partition_of(federation),
             hashes=tuple(hashes) or (federation.hash,),
-            model=experiment.model,
+            model=own.short(experiment.model),
             external=experiment.external,
         )
 

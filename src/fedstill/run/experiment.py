@@ -100,7 +100,9 @@ class Experiment(Training):
     pool: Literal["all", "train"] = setting(
         "all", "divide train and test together, or the training part only", group="data"
     )
-    model: str = setting("mlp", "a model by name ('fedstill models' lists them)", group="model")
+    model: str = setting(
+        "mlp", "a model by name ('fedstill models' lists them), or your own: net.py:Net", group="model"
+    )
     head: tuple[str, ...] = setting((), "the modules that make the head; empty: as the model says", group="model")
     external: str = setting("", "also score on data that no client has: a name or path, as data", group="scores")
     checkpoint_every: int = setting(
@@ -163,7 +165,7 @@ def to_toml(training: Training, method: Method, **first: object) -> str:
     """Return all settings of a run as TOML, including those with default values; `first` precedes them."""
     values = {**first, **settings.values_of(training)}
     lines = [f"{name} = {_toml(value)}" for name, value in values.items()]
-    lines += ["", "[method]", f"id = {_toml(method.id)}"]
+    lines += ["", "[method]", f"id = {_toml(methods.name_of(method))}"]
     lines += [f"{name} = {_toml(value)}" for name, value in settings.values_of(method).items()]
     return "\n".join(lines) + "\n"
 

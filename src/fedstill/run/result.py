@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import html
+import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
@@ -261,6 +262,8 @@ class Run:
 
     def table(self) -> str:
         """Return the result as text, with the settings that it belongs to."""
+        if not _tables:  # where only parts of the library were imported
+            importlib.import_module(f"{__name__.partition('.')[0]}.api")
         return _tables[-1]([self])
 
     def _one(self, kind: Kind, client: int, **options: Any) -> Reply:

@@ -9,10 +9,12 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..core.errors import Paused, Stopped
-from ..server.coordinator import Coordinator, Record
+
+if TYPE_CHECKING:  # the command handles signals before it imports what takes seconds
+    from ..server.coordinator import Coordinator, Record
 
 Handler: TypeAlias = Callable[[int, FrameType | None], Any]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ...core import own
 from ...core.errors import InputError
 from ...core.reading import Unreadable, read_json, read_toml
 from ...core.settings import build
@@ -44,7 +45,7 @@ class Result:
     @property
     def method(self) -> str:
         """The method's id."""
-        return str(self.settings["method"]["id"])
+        return own.short(str(self.settings["method"]["id"]))
 
     @property
     def seed(self) -> int:
