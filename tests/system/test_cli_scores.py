@@ -151,7 +151,8 @@ def test_the_demo_replaces_its_own_folder_also_of_several_seeds_and_after_a_resu
     Path("fedstill-demo/local/seed-0/choices.json").write_text("{}")  # as a GPU leaves it
     assert main(["demo", *TINY, "--rounds", "1"]) == 0
     assert sorted(p.name for p in Path("fedstill-demo/local").iterdir()) == [
-        "checkpoints", "environment.json", "experiment.toml", "metrics.jsonl", "partition.json",
+        "answers.json", "checkpoints", "data.json", "environment.json", "experiment.toml", "metrics.csv", "metrics.jsonl",
+        "partition.json",
     ]  # fmt: skip
 
 
