@@ -13,7 +13,7 @@ import pytest
 from fedstill.cli import main
 from fedstill.report.html import page as html
 
-from ..chromium import Page, chromium, executable
+from ..chromium import Page, opened
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = (390, 1440)
@@ -86,10 +86,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[Page]:
-    path = executable()
-    if path is None:
-        pytest.skip("there is no Chromium")
-    with chromium(path) as tab:
+    with opened() as tab:
         yield tab
 
 

@@ -80,7 +80,7 @@ def _range(rates: dict[str, Floats]) -> tuple[float, float]:
 def violins(rates: dict[str, Floats], worst: dict[str, float], classes: Styles, width: int) -> Html:
     """Draw a row for each method."""
     narrow = width <= NARROW
-    letters = 12 if narrow else 24
+    letters = 14 if narrow else 24
     left = max(length(shortened(label, letters)) for label in rates) + 16
     height = 26 + ROW * len(rates) + 44
     frame = Frame.of(width, int(height), _range(rates), (len(rates), 0.0), left=left, right=50, top=8, bottom=44)

@@ -146,7 +146,7 @@ def draw(
     """Draw the lines against one axis."""
     named = coloured(classes)
     narrow = width <= NARROW
-    letters = 12 if narrow else 26
+    letters = 14 if narrow else 26
     wide = max(length(shortened(name, letters), BOLD) for name in named)
     height = 300 if narrow else 400
     last = max((line.at[axis][-1] for line in lines.values()), default=1.0) or 1.0

@@ -68,7 +68,10 @@ def render(study: Study, method: str = "") -> str:
         if any(parts)
     ]
     title = f"{study.name}: {_kind(study)}"
-    top = [answer.answer(study, tested, found, shown), *_warnings(study)]
+    said = answer.answer(study, tested, found, shown)
+    if under_attack is not None and (words := attacked.sentence(under_attack)):
+        said = tag("p", words, cls="answer")
+    top = [said, *_warnings(study)]
     return document(title, _facts(study), [*top, *body])
 
 
