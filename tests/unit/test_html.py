@@ -136,6 +136,9 @@ def test_the_axis_is_not_squeezed_by_round_1() -> None:
     assert hidden == 2
     flat = curves.Curve([1, 2, 3, 4], [89.5, 90.0, 91, 92], None, {})
     assert curves.in_sight({"a": flat}, ["a"])[2] == 0
+    level = curves.Curve([1, 2, 3], [88.888, 88.889, 88.888], None, {})
+    low, high, _ = curves.in_sight({"a": level}, ["a"])
+    assert (low, high) == (pytest.approx(87.8885, abs=0.01), pytest.approx(89.8885, abs=0.01))
 
 
 def test_of_many_methods_the_best_the_baselines_and_those_asked_for_are_in_colour(compared: Path) -> None:
