@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -71,16 +73,42 @@ class Page:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
+    def script(self, body: str) -> Any:
+        """Return what the body of a function returns."""
+        return self.run(f"(() => {{ {body} }})()")
+
+    def wait(self, body: str, seconds: float = 20.0) -> Any:
+        """Wait until the body of a function returns something true, and return it."""
+        end = time.monotonic() + seconds
+        while not (value := self.script(body)):
+            assert time.monotonic() < end, f"never true: {body}"
+            time.sleep(0.05)
+        return value
+
+    def overflow(self) -> int:
+        """Return by how many pixels the document is wider than the window."""
+        return int(self.run("document.documentElement.scrollWidth - window.innerWidth"))
+
+    def clipped(self) -> list[str]:
+        """Return elements that reach beyond the window's right or left edge."""
+        return list(
+            self.run("""[...document.querySelectorAll('body *')].filter(e => {
+              const b = e.getBoundingClientRect();
+              return b.width > 1 && b.height > 1 && (b.right > window.innerWidth + 0.5 || b.left < -0.5);
+            }).map(e => e.tagName + '.' + e.className + ' ' + (e.textContent || '').slice(0, 60))""")
+        )
+
     def point(self, x: float, y: float) -> None:
         """Move the pointer."""
         self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
-    def screenshot(self, file: Path, whole: bool = True, height: int | None = None) -> None:
+    def screenshot(self, file: Path, whole: bool = True, height: int | None = None) -> Path:
         """Write a picture of the page, or of its top."""
         size = self.send("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": height or size["height"], "scale": 1}
         options = {"clip": clip, "captureBeyondViewport": True} if whole else {}
         file.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png", **options)["data"]))
+        return file
 
     def _send(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
         self._count += 1
@@ -113,6 +141,16 @@ class Page:
         elif method == "Log.entryAdded":
             self.messages.append(f"{params['entry']['level']}: {params['entry']['text']}")
         return message
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[Page]:
+    """Yield a tab of a new browser; skip the test, or fail where one is required, if there is none."""
+    path = executable()
+    if path is None:
+        pytest.skip("there is no Chromium (Debian: apt-get install chromium)")
+    with chromium(path) as page:
+        yield page
 
 
 @contextlib.contextmanager

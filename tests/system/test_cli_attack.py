@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from fedstill.cli import main
+from fedstill.report.html.attacked import attacked
+from fedstill.report.html.read import read
 
 TINY = ["--rounds", "2", "--clients", "6", "--epochs", "1", "--partition", "dirichlet:100", "--engine", "one"]
 ATTACK = ["--attack", "sign-flip", "--attackers", "2"]
@@ -46,6 +48,19 @@ def test_the_table_holds_clean_attacked_and_each_rule_of_honest_clients(capsys) 
         "sign-flip, trimmed-mean %",
     ]
     assert set(rows) == {"method, model", "fedavg, generic", "pfedsd, generic", "pfedsd, personal", "local, personal"}
+    table = attacked(read([Path("all")]))  # the report's, from the folder alone
+    assert table is not None
+    first, *columns = table.columns
+    shown = {row: {c.heading: c.cells[i] for c in columns} for i, row in enumerate(first.cells)}
+    assert shown == {
+        row: dict(zip(rows["method, model"], cells, strict=True))
+        for row, cells in rows.items()
+        if row != "method, model"
+    }
+    assert set(table.notes) <= set(out.splitlines())
+    page = Path("all/report.html").read_text(encoding="utf-8")
+    assert "Clean, attacked, defended" in page
+    assert "% without attackers, " in page
     attackers = last("all/fedavg-sign-flip-mean")["attackers"]
     assert len(attackers) == 2
     honest = [str(k) for k in range(6) if k not in attackers]

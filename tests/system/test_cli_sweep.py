@@ -186,6 +186,9 @@ def test_a_grid_is_every_combination_in_one_stack(fleets, capsys) -> None:
         assert label == f"lam={method['lam']:g},tau={method['tau']:g}"
         assert f"pfedsd lam={method['lam']} tau={method['tau']}" in printed
     assert Path("grid/sweep.png").stat().st_size > 5_000
+    report = Path("grid/report.html").read_text(encoding="utf-8")
+    assert report.count('class="heat"') == 2 * len(labels)  # for a screen and for a phone
+    assert "Accuracy by lam and tau" in report
     alone = [*TINY, "--engine", "stacked", "--lam", "2", "--tau", "3"]
     assert main(["run", "pfedsd", *alone, "--out", "alone"]) == 0
     assert same_numbers(metrics("grid/lam=2,tau=3/seed-0"), metrics("alone"))

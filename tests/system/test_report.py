@@ -13,7 +13,7 @@ import pytest
 from fedstill.cli import main
 from fedstill.report.html import page as html
 
-from ..chromium import Page, chromium, executable
+from ..chromium import Page, opened
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = (390, 1440)
@@ -71,31 +71,34 @@ def overflowing(page: Page, width: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """A comparison of two seeds, a sweep, and a run in simulated time."""
+    """A folder for each kind of report."""
     out = tmp_path_factory.mktemp("report")
     few = ["--rounds", "3", "--clients", "6", "--epochs", "2"]
     runs = {
         "compared": ["compare", "local", "fedavg", "pfedsd", *few, "--seeds", "2"],
         "swept": ["sweep", "fedprox", "mu=0,0.1,1", *few],
+        "scored": ["compare", "local", "fedavg", *few, "--score-model", "generic", "--score-round", "mean10"],
+        "grid": ["sweep", "pfedsd", "lam=0.1,1", "tau=1,3", *few],
+        "attacked": ["compare", "ditto", *few, "--attack", "sign-flip", "--attackers", "2", "--average", "median"],
         "timed": ["run", "pfedsd", *few, "--profile", "lognormal:0.5", "--drop", "0.2", "--deadline", "2"],
     }
     for name, argv in runs.items():
         assert main([*argv, "--out", str(out / name)]) == 0
-    return {name: out / name for name in runs}
+    cells = ["--only", "synthetic-mlr,fedavg,pfedkd-wcl", "--scale", "0.01", "--seeds", "2", "--device", "cpu"]
+    assert main(["reproduce", "pfedkd-wcl/table1", "pfedkd-wcl/fig5", *cells, "--out", str(out / "papers")]) == 0
+    papers = {id: out / "papers" / "pfedkd-wcl" / f"{id}-scale-0.01" for id in ("table1", "fig5")}
+    return {**{name: out / name for name in runs}, **papers}
 
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[Page]:
-    path = executable()
-    if path is None:
-        pytest.skip("there is no Chromium")
-    with chromium(path) as tab:
+    with opened() as tab:
         yield tab
 
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", ["compared", "swept", "timed"])
+@pytest.mark.parametrize("name", ["compared", "scored", "swept", "grid", "attacked", "timed", "table1", "fig5"])
 def test_nothing_overflows_is_clipped_or_complains(name: str, width: int, dark: bool, folders, page, tmp_path) -> None:
     page.open(f"file://{folders[name]}/report.html", width, dark=dark)
     assert page.messages == []

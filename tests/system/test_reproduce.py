@@ -65,7 +65,14 @@ def test_a_table_beside_the_published_numbers(whole, capsys):
         "table.md",
         "figure.png",
         "figure.svg",
+        "report.html",
     }
+    page = (whole / FOLDER / "report.html").read_text(encoding="utf-8")
+    for cell in cells.values():
+        for number in (f"{cell['published']:.2f} ±", f"{cell['mean']:.2f} ±", f"{abs(cell['difference']):.2f}"):
+            assert number in page, number
+    assert "SCALED to 0.01" in page
+    assert "Ours beside the published numbers" in page
 
 
 def test_the_same_command_runs_nothing_again(whole, capsys):

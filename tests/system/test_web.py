@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from .. import browser
+from ..chromium import Page, opened
 
 if importlib.util.find_spec("nvflare") is None:
     if os.environ.get("FEDSTILL_NO_SKIP"):
@@ -94,21 +94,18 @@ def served(hub: Hub) -> Iterator[int]:
 
 
 @pytest.fixture(scope="module")
-def tab() -> Iterator[browser.Page]:
-    with browser.opened() as made:
+def tab() -> Iterator[Page]:
+    with opened() as made:
         yield made
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1440])
 def test_it_is_readable_on_a_phone_and_a_screen(
-    width: int, scheme: str, served: int, tab: browser.Page, tmp_path: Path
+    width: int, scheme: str, served: int, tab: Page, tmp_path: Path
 ) -> None:
-    tab.width(width)
-    tab.scheme(scheme)
-    tab.console()
-    tab.open(f"http://127.0.0.1:{served}/")
-    assert tab.console() == []
+    tab.open(f"http://127.0.0.1:{served}/", width, dark=scheme == "dark")
+    assert tab.messages == []
     assert tab.overflow() <= 0
     assert tab.clipped() == []
     rows = tab.script("return [...document.querySelectorAll('#sites tbody tr')].map(r => r.innerText)")
@@ -156,17 +153,16 @@ return found;
 """
 
 
-def test_it_renews_itself_and_says_when_its_server_has_gone(hub: Hub, tab: browser.Page) -> None:
+def test_it_renews_itself_and_says_when_its_server_has_gone(hub: Hub, tab: Page) -> None:
     server = web.server(hub, 0)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    tab.width(1440)
-    tab.open(f"http://127.0.0.1:{server.server_port}/")
+    tab.open(f"http://127.0.0.1:{server.server_port}/", 1440)
     assert tab.script("return document.querySelectorAll('polyline')[0].points.numberOfItems") == 30
     with (hub.folder / "runs" / "first" / "run" / "metrics.jsonl").open("a") as file:
         file.write(": 0}\n" + json.dumps(record(31)) + "\n")
     tab.wait("return document.querySelectorAll('polyline')[0].points.numberOfItems === 31")
-    assert tab.console() == []
+    assert tab.messages == []
     server.shutdown()
     thread.join()
     server.server_close()
@@ -175,8 +171,8 @@ def test_it_renews_itself_and_says_when_its_server_has_gone(hub: Hub, tab: brows
     )
 
 
-def test_what_sites_say_is_text(served: int, hub: Hub, tab: browser.Page) -> None:
-    tab.open(f"http://127.0.0.1:{served}/")
+def test_what_sites_say_is_text(served: int, hub: Hub, tab: Page) -> None:
+    tab.open(f"http://127.0.0.1:{served}/", 1440)
     assert tab.script("return document.title") == "heart-study · fedstill hub"
     assert tab.script("return document.querySelectorAll('main script, main img').length") == 0
     assert "<script>document.title" in tab.script("return document.querySelector('#refused li').innerText")

@@ -286,3 +286,14 @@ def test_images_are_normalised_by_the_training_part():
     everything = torch.cat([torch.cat([c.x_train, c.x_test]) for c in fed.clients])
     assert float(everything.mean()) == pytest.approx(0, abs=1e-4)
     assert float(everything.std()) == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "clients"), [("domain", 2), ("iid", 2)])
+def test_partition_json_names_clients_that_are_one_domain_each(kind, clients):
+    domains = {"domain": np.repeat([1, 0], 10), "test_domain": np.repeat([1, 0], 5)}
+    data = toy(20, 10, **domains, groups=("berlin", "paris"), labels=("a", "b"))
+    record = Federation.from_dataset(data, partition=kind, clients=clients, split="official").partition_record
+    firsts = [own[0] for own in record["indices"]]
+    expected = ["paris" if first < 10 else "berlin" for first in firsts]
+    assert record.get("names") == (expected if kind == "domain" else None)
+    assert record["labels"] == ["a", "b"]

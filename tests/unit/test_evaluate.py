@@ -100,3 +100,27 @@ def test_fedbabus_generic_score_can_be_the_averaged_personal_models() -> None:
     """Nobody trains its head, so the fifth paper brackets its generic model and averages the personal ones."""
     run = fs.run(fs.Experiment(method=fs.FedBABU(), rounds=1, epochs=1, clients=4, averaged=True))
     assert run.after["averaged"] == run.averaged()
+
+
+@pytest.mark.parametrize(
+    ("contract", "expected"),
+    [
+        ({}, [0.5, 0.5, 0.2]),
+        ({"mean": "sample"}, [0.5, 0.5, 0.2]),  # the mean has no part in one client's accuracy
+        ({"round": "mean10"}, [0.7, 0.5, 0.15]),
+        ({"round": "best-test"}, [0.9, 0.5, 0.1]),  # round 1, by the mean over clients: 0.5 beside 0.4
+        (
+            {"round": "best-test", "mean": "sample"},
+            [0.5, 0.5, 0.2],
+        ),  # round 3, by the mean over samples: 0.26 beside 0.22
+        ({"model": "generic"}, [0.2, 0.2, 0.2]),
+        ({"clients": "participants"}, None),
+        ({"model": "generic", "clients": "common"}, None),
+        ({"model": "new"}, None),
+        ({"model": "fine-tuned"}, None),  # which this run did not score
+        ({"round": "best-val"}, None),
+    ],
+)
+def test_accuracies_by_client_under_a_contract(contract: dict, expected: list[float] | None) -> None:
+    found = fs.Evaluation(**contract).of_clients(HISTORY)
+    assert found is None if expected is None else list((found or {}).values()) == pytest.approx(expected)

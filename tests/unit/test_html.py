@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import json
 import re
 import shutil
 from html.parser import HTMLParser
@@ -135,6 +136,9 @@ def test_the_axis_is_not_squeezed_by_round_1() -> None:
     assert hidden == 2
     flat = curves.Curve([1, 2, 3, 4], [89.5, 90.0, 91, 92], None, {})
     assert curves.in_sight({"a": flat}, ["a"])[2] == 0
+    level = curves.Curve([1, 2, 3], [88.888, 88.889, 88.888], None, {})
+    low, high, _ = curves.in_sight({"a": level}, ["a"])
+    assert (low, high) == (pytest.approx(87.8885, abs=0.01), pytest.approx(89.8885, abs=0.01))
 
 
 def test_of_many_methods_the_best_the_baselines_and_those_asked_for_are_in_colour(compared: Path) -> None:
@@ -324,6 +328,86 @@ def test_the_bars_of_a_client_are_where_its_times_say(ahead: bool, compared: Pat
         assert len({height for _, _, _, height in bars.values()}) == 1
 
 
+def stating(source: Path, to: Path, **contract: str) -> read.Study:
+    """Copy a folder whose runs then state another contract."""
+    shutil.copytree(source, to)
+    for file in to.glob("*/*/experiment.toml"):
+        text = file.read_text()
+        for name, value in contract.items():
+            text, count = re.subn(rf'(?m)^score_{name} = ".*"', f'score_{name} = "{value}"', text)
+            assert count == 1
+        file.write_text(text)
+    return read.read([to])
+
+
+def test_the_score_is_by_the_contract_of_the_folder(compared: Path, tmp_path: Path) -> None:
+    study = stating(compared, tmp_path / "copy", round="mean10", mean="sample")
+    for label, runs in study.runs.items():
+        each = [
+            np.mean(
+                [np.average([*r["personal_clients"].values()], weights=[*r["samples"].values()]) for r in run.history]
+            )
+            for run in runs
+        ]
+        stat = study.score(label)
+        assert stat is not None
+        assert (stat.value, stat.spread) == pytest.approx((np.mean(each), np.std(each, ddof=1)))
+        means = {k: np.mean([r["personal_clients"][k] for r in runs[0].history]) for k in runs[0].last["samples"]}
+        assert {k: study.rates()[label][runs[0].seed, k] for k in means} == pytest.approx(means)
+    assert study.best == max(study.runs, key=lambda label: study.score(label).value)  # type: ignore[union-attr]
+    table = results.results(study, None, {})
+    assert [column.heading for column in table.columns][1:3] == ["score %", "personal %"]
+    assert table.notes[0] == "score %: personal model, all clients, mean per sample, mean of the last 10 scored rounds"
+    text = page.render(study)
+    assert "has the best score" in text
+    assert "with its personal model, mean of the last 10 scored rounds" in text
+
+
+def test_a_method_without_such_a_model_has_no_score_and_comes_last(compared: Path, tmp_path: Path) -> None:
+    study = stating(compared, tmp_path / "copy", model="generic")
+    assert study.score("local") is None
+    assert study.labels[-1] == "local"
+    assert study.tested == fs.Evaluation()  # all are compared by the model that serves each client
+    text = page.render(study)
+    assert "Without such a model: local." in text
+    assert "generic model, all clients, mean per client, last round" in text
+
+
+def test_a_contract_that_is_none_gives_one_line(compared: Path, tmp_path: Path, capsys) -> None:
+    with pytest.raises(fs.InputError, match="model"):
+        page.render(stating(compared, tmp_path / "copy", model="best"))
+
+
+EVIL = "</script></svg></td><script>document.title='taken'</script><img src=x onerror=alert(1)>\"'&=1"
+
+
+def test_hostile_names_are_text(compared: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "<img src=x onerror=alert(2)>"
+    shutil.copytree(compared, folder)
+    (folder / "pfedsd").rename(folder / "<script>alert(3)<&")
+    for file in folder.glob("*/*/partition.json"):
+        record = json.loads(file.read_text())
+        names, labels = ([f"{EVIL}{i}" for i in range(n)] for n in (6, 10))
+        file.write_text(json.dumps({**record, "names": names, "labels": labels, "kind": EVIL, "hash": EVIL}))
+    for file in folder.glob("*/*/environment.json"):
+        file.write_text(json.dumps({"platform": EVIL, "device": EVIL}))
+    summary = json.loads((folder / "summary.json").read_text())
+    told = {"line": f"fedstill {EVIL}", "failed": {EVIL: EVIL}, "scores": {"new": EVIL}}
+    (folder / "summary.json").write_text(json.dumps({**summary, **told}))
+    checked = Checked(page.render(read.read([folder])))
+    usual = Checked(page.render(read.read([compared])))
+    names = [name for name, _ in checked.tags]
+    assert set(names) <= {"br", *(name for name, _ in usual.tags)}
+    assert "img" not in names
+    assert names.count("script") == 1
+    for _, attributes in checked.tags:
+        assert not [name for name in attributes if name.startswith("on")]
+    words = " ".join(checked.texts)
+    assert f"fedstill {EVIL}" in words  # the command line, as text
+    assert f"{EVIL}0" in words  # a client, in the table of verdicts
+    assert any(f"class {EVIL}" in (attributes.get("data-tip") or "") for _, attributes in checked.tags)
+
+
 DAMAGES = {
     "metrics.jsonl": [
         '{"round": 1}',
@@ -332,9 +416,21 @@ DAMAGES = {
         "[1]",
         "",
     ],
-    "partition.json": ["[]", "{", '{"names": 3, "labels": {}}', '{"hash": {"a": 1}, "names": [1]}'],
+    "partition.json": [
+        "[]",
+        "{",
+        '{"names": 3, "labels": {}}',
+        '{"hash": {"a": 1}, "names": [1]}',
+        '{"labels": [1, []], "names": {"0": 1}}',
+    ],
     "environment.json": ["null", '{"python": []}'],
-    "experiment.toml": ["", "seed = 1", 'seed = "x"\nrounds = 2\n[method]\nid = "a"', "[[method]]"],
+    "experiment.toml": [
+        "",
+        "seed = 1",
+        'seed = 0\nrounds = 3\nscore_model = [1]\n[method]\nid = "local"',
+        'seed = "x"\nrounds = 2\n[method]\nid = "a"',
+        "[[method]]",
+    ],
     "scores.json": ["7", '{"new": "much"}'],
     "timeline.jsonl": ['{"round": 1}', '{"round": 1, "start": "a", "clients": 3}'],
     "answers.json": ["{}", '{"clients": 3}'],

@@ -324,3 +324,12 @@ def test_a_kill_costs_at_most_a_round_where_saving_is_cheap(tmp_path: Path) -> N
 def stop(record, after: int) -> None:
     if record["round"] == after:
         raise KeyboardInterrupt
+
+
+def test_a_run_of_a_version_that_kept_no_names_goes_on(tmp_path) -> None:
+    (tmp_path / "partition.json").write_text(json.dumps({"hash": "a", "indices": []}))
+    named = {"hash": "a", "indices": [], "names": ["berlin"], "labels": ["cat"]}
+    Journal(tmp_path).check_partition(named)
+    (tmp_path / "partition.json").write_text(json.dumps(named))
+    with pytest.raises(fs.InputError, match="partition names"):
+        Journal(tmp_path).check_partition({**named, "names": ["paris"]})

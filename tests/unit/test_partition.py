@@ -7,6 +7,7 @@ import json
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -330,6 +331,15 @@ def test_record_round_trip(saved):
     assert [own.tolist() for own in indices] == [[0, 1, 5], [2, 3]]
 
 
+def test_names_of_clients_and_classes_come_back_and_change_no_hash(saved, tmp_path):
+    record, path = saved
+    named = replace(record, names=("berlin", "paris"), labels=("cat", "dog"))
+    save_record(named.to_dict(), path)
+    assert load_record(path) == named
+    assert named.hash == record.hash
+    assert not {"names", "labels"} & record.to_dict().keys()
+
+
 def test_file_partition_must_fit(saved):
     _, path = saved
     with pytest.raises(InputError, match="one of 7 samples"):
@@ -351,6 +361,9 @@ def test_file_partition_must_fit(saved):
         ({"hash": None}, "field 'hash'"),
         ({"samples": True}, "field 'samples'"),
         ({"format": 2}, "format 1"),
+        ({"names": ["a"]}, "2 names"),
+        ({"names": [1, 2]}, "field 'names'"),
+        ({"labels": "ab"}, "field 'labels'"),
     ],
 )
 def test_corrupt_record_is_refused(saved, change, says):

@@ -11,11 +11,35 @@ from .tables import Column, Table
 def attacked(study: Study) -> Table | None:
     """Return the table; None where no run has simulated attackers, or none stands beside another attack or rule."""
     cases = [_case(run) for label in study.runs for run in study.runs[label]]
-    if not compared(cases) or (any(case.attackers for case in cases) and _unknown(cases)):
+    if not compared(cases) or _unknown(cases):
         return None
     (heading, rows), *others = columns_of(cases)
     columns = [Column(heading, rows, left=True), *(Column(name, texts) for name, texts in others)]
     return Table("attacked", "Clean, attacked, defended", columns, notes=notes_of(cases))
+
+
+def sentence(table: Table) -> str:
+    """Return what the attack does to the model that is best without it, and what the best rule keeps; "" without a clean run."""
+    (first, *others), names = table.columns, [column.heading.removesuffix(" %") for column in table.columns[1:]]
+    shares = [[_share(column.cells[i]) for column in others] for i in range(len(first.cells))]
+    rows = [i for i, row in enumerate(shares) if row[0] is not None and "backdoor" not in first.cells[i]]
+    if names[0] != "clean, mean" or not rows:
+        return ""
+    best = max(rows, key=lambda i: shares[i][0] or 0.0)
+    clean, *said = [(name, value) for name, value in zip(names, shares[best], strict=True) if value is not None]
+    texts = [f"{value:.1f} % under {name.removesuffix(', mean')}" for name, value in said if name.endswith(", mean")]
+    rules = [(value, name.rpartition(", ")[2]) for name, value in said if not name.endswith(", mean")]
+    texts += [f"{value:.1f} % under attack with the rule {rule}" for value, rule in [max(rules)]] if rules else []
+    method, _, model = first.cells[best].partition(", ")
+    return f"{', '.join([f'The {model} model of {method} has {clean[1]:.1f} % without attackers', *texts])}."
+
+
+def _share(text: str) -> float | None:
+    """Return a table's number; None where the cell has none."""
+    try:
+        return float(text.split()[0])
+    except ValueError:
+        return None
 
 
 def _unknown(cases: list[Case]) -> bool:

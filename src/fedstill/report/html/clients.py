@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 
 from ...server.records import worst_tenth
 from ..significance import Unit
-from .markup import Html, csv, join, tag
+from .markup import Html, csv, download, join, tag
 from .read import Study
 from .style import Styles, coloured
 from .svg import NARROW, Frame, figure, length, path, shortened, svg
 
 Floats = NDArray[np.float64]
 GRID = 96  # points of a violin's outline
+LISTED = 1000  # rows of the table at most; the CSV has all
 DOTS = 80  # clients up to which each is a dot
 ROW = 34.0
 
@@ -53,6 +54,22 @@ def clients(study: Study, classes: Styles) -> Html:
     return join([first, second])
 
 
+def listing(study: Study, label: str) -> Html:
+    """Return one method's clients as a table, folded, for a page on which no verdict lists them."""
+    header = ("client", *(("seed",) if study.seeds > 1 else ()), "accuracy %", "test samples")
+    by_seed = {run.seed: run for run in study.runs[label]}
+    rows = []
+    for (seed, k), rate in study.rates()[label].items():
+        run, seeds = by_seed[seed], (seed,) if study.seeds > 1 else ()
+        rows.append((run.client(k), *seeds, f"{100 * rate:.1f}", run.last["samples"].get(k, "")))
+    head = tag("tr", *(tag("th", text, scope="col") for text in header))
+    body = [tag("tr", *(tag("td", cell) for cell in row)) for row in rows[:LISTED]]
+    table = tag("div", tag("table", tag("thead", head), tag("tbody", *body)), cls="scroll")
+    more = f" (the first {LISTED:,} of {len(rows):,})" if len(rows) > LISTED else ""
+    links = tag("div", download("CSV", csv(header, rows), "clients.csv"), cls="gets")
+    return tag("details", tag("summary", f"Every client with {label}{more}"), links, table, id="every-client")
+
+
 def _worst(rates: Mapping[Unit, float]) -> float:
     """Return the mean over seeds of the worst tenth's mean, in per cent."""
     by_seed: dict[int, list[float]] = {}
@@ -80,7 +97,7 @@ def _range(rates: dict[str, Floats]) -> tuple[float, float]:
 def violins(rates: dict[str, Floats], worst: dict[str, float], classes: Styles, width: int) -> Html:
     """Draw a row for each method."""
     narrow = width <= NARROW
-    letters = 12 if narrow else 24
+    letters = 14 if narrow else 24
     left = max(length(shortened(label, letters)) for label in rates) + 16
     height = 26 + ROW * len(rates) + 44
     frame = Frame.of(width, int(height), _range(rates), (len(rates), 0.0), left=left, right=50, top=8, bottom=44)

@@ -15,6 +15,7 @@ from .style import Styles, coloured
 from .svg import BOLD, NARROW, Drawing, Frame, length, number, panes, path, shortened, spread, svg
 
 POINTS = 240  # of a line at most
+LEAST = 2.0  # points that the axis of accuracy spans at least
 SETTLED = 0.25  # the share of the rounds after which every point is in sight
 PERSONAL = Evaluation()
 GENERIC = "generic model"  # drawn beside the personal ones of a single method
@@ -125,7 +126,8 @@ def in_sight(lines: Mapping[str, Curve], chosen: Sequence[str]) -> tuple[float, 
     high, low = min(100.0, max(everything)), max(0.0, min(settled))
     margin = 0.06 * max(high - low, 1.0)
     low = max(0.0, min(everything)) if min(everything) >= low - 0.35 * (high - low) else low
-    low, high = max(0.0, low - margin), min(100.0, high + margin)
+    missing = max(margin, (LEAST - high + low) / 2)  # so that a level's ticks stay short
+    low, high = max(0.0, low - missing), min(100.0, high + missing)
     hidden = sum(value < low for label in chosen for value in lines[label].mean)
     return low, high, hidden
 
@@ -146,7 +148,7 @@ def draw(
     """Draw the lines against one axis."""
     named = coloured(classes)
     narrow = width <= NARROW
-    letters = 12 if narrow else 26
+    letters = 14 if narrow else 26
     wide = max(length(shortened(name, letters), BOLD) for name in named)
     height = 300 if narrow else 400
     last = max((line.at[axis][-1] for line in lines.values()), default=1.0) or 1.0

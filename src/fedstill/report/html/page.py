@@ -57,7 +57,11 @@ def render(study: Study, method: str = "") -> str:
         ("sweep", "", [grid.sweep(study)]),
         ("federation", "Join, or stay local?", [verdicts.section(study, found, shown) if found else None]),
         ("training", "Training", [curves.curves(study, classes)]),
-        ("all-clients", "Clients", [clients.clients(study, classes), data]),
+        (
+            "all-clients",
+            "Clients",
+            [clients.clients(study, classes), None if found else clients.listing(study, method or study.best), data],
+        ),
         ("time", "Simulated time", gantts),
         ("cost", "Costs", [results.costs(study).html()]),
         ("made", "How it was made", [_made(study)]),
@@ -68,7 +72,10 @@ def render(study: Study, method: str = "") -> str:
         if any(parts)
     ]
     title = f"{study.name}: {_kind(study)}"
-    top = [answer.answer(study, tested, found, shown), *_warnings(study)]
+    said = answer.answer(study, tested, found, shown)
+    if under_attack is not None and (words := attacked.sentence(under_attack)):
+        said = tag("p", words, cls="answer")
+    top = [said, *_warnings(study)]
     return document(title, _facts(study), [*top, *body])
 
 
@@ -128,9 +135,10 @@ def _facts(study: Study) -> str:
     parameter = partition.get("parameter")
     kind = f"{partition.get('kind', '')}{'' if parameter is None else f':{parameter}'}"
     clients = max(len(run.last["personal_clients"]) for runs in study.runs.values() for run in runs)
+    sites = partition.get("kind") == "sites"
     phrases = [
-        f"data {settings.get('data', '')}",
-        f"{clients} clients{f' by {kind}' if kind else ''}",
+        "data of the sites" if sites else f"data {settings.get('data', '')}",
+        f"{clients} sites" if sites else f"{clients} clients{f' by {kind}' if kind else ''}",
         f"model {settings.get('model', '')}",
         f"{len(first.history)} rounds",
         f"{study.seeds} seed{'s' if study.seeds > 1 else ''}",
@@ -157,14 +165,16 @@ def _made(study: Study) -> Html:
         parts += [tag("h3", "The command"), tag("pre", study.command)]
     again = f"fedstill run {study.first.where} --out ANOTHER"
     title = f"One run again, from the folder of this report: {study.best}, seed {study.first.seed}"
-    parts += [tag("h3", title), tag("pre", again)]
+    if study.first.partition.get("kind") != "sites":  # whose data are nowhere else
+        parts += [tag("h3", title), tag("pre", again)]
     shared = {name: value for name, value in _shared(runs).items() if value not in ("", [], None)}
     versions = _together(
         [run.environment for run in runs], ("fedstill", "python", "torch", "numpy", "device", "threads", "platform")
     )
     parts.append(_pairs("Versions and device", versions, open_=True))
     hashes = {
-        f"seed {run.seed}": str(run.partition.get("hash", "unknown")) for run in sorted(runs, key=lambda run: run.seed)
+        f"seed {run.seed}": str(run.partition.get("hash") or run.partition.get("contents") or "unknown")
+        for run in sorted(runs, key=lambda run: run.seed)
     }
     parts.append(_pairs("Partition hash", hashes, open_=True))
     varying = {
