@@ -37,6 +37,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # by name: module and function, import
     "site": ("deploy:run_site", "a site: request, join, start, status, stop"),
     "costs": ("costs:costs", "what a round costs by method: time, FLOPs, bytes, beside the first paper's numbers"),
     "report": ("report:report", "write report.html, one page of results, from the folders of runs"),
+    "watch": ("watch:watch", "show runs that go on as a page on this machine, which renews itself"),
     "papers": ("papers:papers", "list the papers' tables and figures: cells, data, cost here"),
     "reproduce": (
         "reproduce:reproduce",
@@ -57,6 +58,7 @@ EXAMPLES = (
     ("fedstill costs fedavg pfedsd pfedme --model cnn-fmnist --no-time", "FLOPs and bytes of a round"),
     ("fedstill run pfedsd --profile lognormal:0.5 --drop 0.1 --out runs/slow", "on devices that differ, some lost"),
     ("fedstill report runs/all", "one page of results: who is best, and who should join"),
+    ("fedstill watch runs/all", "the same while it goes on, from another terminal"),
     ("fedstill reproduce pfedkd-wcl/table1 --scale 0.1", "a published table, at a tenth of its size"),
     ("fedstill timeline runs/slow", "who worked and waited when"),
     ("fedstill data show --clients 10 --partition dirichlet:0.5", "who has which classes"),
