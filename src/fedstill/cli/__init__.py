@@ -46,6 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # by name: module and function, import
     "timeline": ("timeline:timeline", "draw a run's rounds in simulated time as a Gantt chart"),
     "methods": ("show:methods", "list the methods, with their papers and flags"),
     "models": ("show:models", "list the models"),
+    "completion": ("completion:completion", "print what makes a shell complete all this: bash, zsh or fish"),
     "data": ("show:data", "list the data sets and partitions; 'fedstill data show' draws who has what"),
 }
 
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words else "help"
-    command = _load(name) if name in COMMANDS else None  # what stops this is said by `startup`
+    command = load(name) if name in COMMANDS else None  # what stops this is said by `startup`
     startup.done()
     try:
         with signals.terminable():
@@ -108,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _load(name: str) -> Command:
+def load(name: str) -> Command:
     """Return the function of a command; importing it takes seconds where it needs PyTorch."""
     module, _, function = COMMANDS[name][0].partition(":")
     command: Command = getattr(importlib.import_module(f"{__name__}.{module}"), function)
