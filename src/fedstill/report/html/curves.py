@@ -53,14 +53,20 @@ def curve(runs: Sequence[Result], score: str = "personal") -> Curve:
 def curves(study: Study, classes: Styles) -> Html:
     """Return the figure."""
     lines = {label: curve(study.runs[label]) for label in study.labels}
-    if len(lines) == 1 and "generic_client" in study.first.last and not study.first.generic_only:
-        lines[GENERIC] = curve(study.runs[study.best], "generic_client")
+    key = next((key for key in ("generic_common", "generic") if key in study.first.last), "")  # as the table has it
+    if len(lines) == 1 and key and not study.first.generic_only:
+        lines[GENERIC] = curve(study.runs[study.best], key)
         classes = {**classes, GENERIC: "s1"}
     axes = [axis for axis in AXES if all(axis in line.at for line in lines.values())]
     low, high, hidden = in_sight(lines, coloured(classes))
     drawings = {axis: _drawing(lines, classes, axis, low, high) for axis in axes}
     band = "; band: ± standard deviation over seeds" if study.seeds > 1 else ""
     notes = [f"Personal model, mean per client, on the clients' own test data{band}."]
+    if GENERIC in lines:
+        where = (
+            "on the common test set" if key == "generic_common" else "on all clients' test samples, each counting alike"
+        )
+        notes.append(f"Generic model: {where}.")
     if hidden:
         notes.append(
             f"The axis begins at {number(round(low, 1))} %; {hidden} point{'s' if hidden > 1 else ''} of early rounds below it."
