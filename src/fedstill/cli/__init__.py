@@ -46,8 +46,8 @@ COMMANDS: dict[str, tuple[str, str]] = {  # by name: module and function, import
     "timeline": ("timeline:timeline", "draw a run's rounds in simulated time as a Gantt chart"),
     "methods": ("show:methods", "list the methods, with their papers and flags"),
     "models": ("show:models", "list the models"),
-    "completion": ("completion:completion", "print what makes a shell complete all this: bash, zsh or fish"),
     "data": ("show:data", "list the data sets and partitions; 'fedstill data show' draws who has what"),
+    "completion": ("completion:completion", "print what makes a shell complete all this: bash, zsh or fish"),
 }
 
 EXAMPLES = (
