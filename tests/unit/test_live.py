@@ -117,3 +117,13 @@ def test_a_single_round_says_what_it_took(clock, capsys) -> None:
     clock.after(4.2)
     watch.step("fedavg", 0, {"round": 1})
     assert lines(capsys) == ["fedavg  round 1/1           5 s in all"]
+
+
+def test_where_several_runs_stand(clock) -> None:
+    """Two methods with two seeds of 10 rounds: one of 3 rounds, then one of a whole seed and 4 rounds."""
+    watch = Watch(["fedavg", "local"], 10, 2, None, clock)
+    watch.step("fedavg", 0, {"round": 3})
+    assert watch.where() == "3 of 40 rounds in all"
+    watch.step("local", 1, {"round": 4})
+    assert watch.where() == "17 of 40 rounds in all"
+    assert watching(clock, rounds=5).where() == ""

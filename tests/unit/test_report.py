@@ -1,11 +1,15 @@
 """Tables, summaries and pictures of results, by numbers worked out on paper."""
 
+import dataclasses
+import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import fedstill as fs
+from fedstill.methods import METHODS
 from fedstill.report import bubbles, figures, text
 from fedstill.report.summary import is_summary
 from fedstill.report.summary import summary as summarise
@@ -162,3 +166,48 @@ def test_pictures_leave_no_global_state(tmp_path) -> None:
     from matplotlib import pyplot
 
     assert pyplot.get_fignums() == []
+
+
+def drawn(monkeypatch, tmp_path: Path, runs: dict, **more):
+    """The picture's axes of curves: lines by colour, names, limits."""
+    kept = []
+    monkeypatch.setattr(figures, "save", lambda figure, path: kept.append(figure))
+    figures.compare_figure(runs, tmp_path / "x.png", **more)
+    return kept[0].axes[0], kept[0]
+
+
+def with_history(method: str, values: list[float], **more) -> fs.Run:
+    """A finished run whose accuracies are these; all else is of a real one."""
+    done = made(METHODS[method](), [8, 8, 64])
+    history = [{**done.history[-1], "round": t, "personal": value, **more} for t, value in enumerate(values, 1)]
+    return dataclasses.replace(done, history=history)
+
+
+def test_a_picture_of_many_methods_colours_the_best_the_baselines_and_those_asked_for(tmp_path, monkeypatch) -> None:
+    one = with_history("fedavg", [0.1, 0.9, 0.92, 0.94, 0.95])
+    runs = {}
+    for i, name in enumerate(METHODS):
+        shifted = [{**record, "personal": record["personal"] - 0.001 * i} for record in one.history]
+        runs[name] = [dataclasses.replace(one, method=METHODS[name](), history=shifted)]
+    best = list(METHODS)[:4]
+    axes, figure = drawn(monkeypatch, tmp_path, runs, asked=["spectral"])
+    named = {text.get_text() for text in axes.texts}
+    assert named == {*best, "spectral", "local", "fedavg"}
+    assert sum(line.get_color() == figures.GREY for line in axes.get_lines()) == len(METHODS) - len(named)
+    assert len({line.get_color() for line in axes.get_lines()} - {figures.GREY}) == len(named), "no colour twice"
+    # From round 3 on the lowest in colour is spectral, the last, with 92 − 2.5 = 89.5; 6 % of 95 − 89.5 below that is 89.2:
+    # all six first rounds lie lower, and the second rounds of spectral and local, with 90 − 2.5 and 90 − 1.8 at most.
+    low, _ = axes.get_ylim()
+    assert low == pytest.approx(89.5 - 0.06 * 5.5)
+    assert "8 points of early rounds below the axis" in figure.get_supxlabel()
+    heights = sorted(text.xyann[1] for text in axes.texts)
+    inches = figure.get_size_inches()[1] * 0.68  # of the axis, about; a line of text of 9.5 points takes 0.13
+    assert all((b - a) * inches > 0.15 for a, b in itertools.pairwise(heights)), "names do not overlap"
+
+
+def test_the_pictures_generic_line_is_the_tables_number(tmp_path, monkeypatch) -> None:
+    run = with_history("pfedsd", [0.5, 0.6], generic=0.41, generic_client=0.77)
+    axes, _ = drawn(monkeypatch, tmp_path, {"pfedsd": [run]})
+    assert [float(line.get_ydata()[-1]) for line in axes.get_lines()] == pytest.approx([60, 41])
+    assert text.rows([run])[0].generic.value == pytest.approx(0.41)
+    assert axes.texts[1].get_text() == "generic model, per sample"

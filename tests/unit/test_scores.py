@@ -449,8 +449,8 @@ def test_flags_without_effect_are_named() -> None:
 def test_the_picture_has_a_panel_for_forgetting(tmp_path, monkeypatch) -> None:
     runs = {"fedavg": [run(fs.FedAvg(), forgetting=True, seed=s) for s in (1, 2)], "local": [run(fs.Local())]}
     drawn = []
-    save = figures._save
-    monkeypatch.setattr(figures, "_save", lambda figure, path: drawn.append(figure) or save(figure, path))
+    save = figures.save
+    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure) or save(figure, path))
     figures.compare_figure(runs, tmp_path / "f.png")
     panel = drawn[0].axes[2]
     assert "Forgetting" in panel.get_title(loc="left")

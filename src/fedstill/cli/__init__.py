@@ -40,6 +40,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # by name: module and function, import
     "export": ("takeaway:export", "write a client's model, or the one for everybody, as safetensors, onnx or pt2"),
     "predict": ("takeaway:predict", "classify new samples with a client's model of a finished run"),
     "report": ("report:report", "write report.html, one page of results, from the folders of runs"),
+    "watch": ("watch:watch", "show runs that go on as a page on this machine, which renews itself"),
     "papers": ("papers:papers", "list the papers' tables and figures: cells, data, cost here"),
     "reproduce": (
         "reproduce:reproduce",
@@ -49,6 +50,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # by name: module and function, import
     "methods": ("show:methods", "list the methods, with their papers and flags"),
     "models": ("show:models", "list the models"),
     "data": ("show:data", "list the data sets and partitions; 'fedstill data show' draws who has what"),
+    "completion": ("completion:completion", "print what makes a shell complete all this: bash, zsh or fish"),
 }
 
 EXAMPLES = (
@@ -60,6 +62,7 @@ EXAMPLES = (
     ("fedstill costs fedavg pfedsd pfedme --model cnn-fmnist --no-time", "FLOPs and bytes of a round"),
     ("fedstill run pfedsd --profile lognormal:0.5 --drop 0.1 --out runs/slow", "on devices that differ, some lost"),
     ("fedstill report runs/all", "one page of results: who is best, and who should join"),
+    ("fedstill watch runs/all", "the same while it goes on, from another terminal"),
     ("fedstill reproduce pfedkd-wcl/table1 --scale 0.1", "a published table, at a tenth of its size"),
     ("fedstill timeline runs/slow", "who worked and waited when"),
     ("fedstill data show --clients 10 --partition dirichlet:0.5", "who has which classes"),
@@ -74,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words else "help"
-    command = _load(name) if name in COMMANDS else None  # what stops this is said by `startup`
+    command = load(name) if name in COMMANDS else None  # what stops this is said by `startup`
     startup.done()
     try:
         with signals.terminable():
@@ -109,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _load(name: str) -> Command:
+def load(name: str) -> Command:
     """Return the function of a command; importing it takes seconds where it needs PyTorch."""
     module, _, function = COMMANDS[name][0].partition(":")
     command: Command = getattr(importlib.import_module(f"{__name__}.{module}"), function)

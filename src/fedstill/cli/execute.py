@@ -145,7 +145,7 @@ def _run_all(
     """Run every experiment with every seed."""
     done = Results(beside={name: column for name, column in job.varied.items() if name in ("partition", "clients")})
     groups = Groups.read(job.out if job.several else None)
-    with watch(list(job.experiments), job.first.rounds, job.seeds) as progress:
+    with watch(list(job.experiments), job.first.rounds, job.seeds) as progress, placed(progress):
         for number in range(job.seeds):
             if number and not stacked:
                 divisions.clear()
@@ -299,6 +299,19 @@ def _report(job: Job, done: Results, facts: Facts) -> None:
         say(NOT_SAVED)
     if done.failed:
         raise TrainingError("; ".join(f"{label}, {reason}" for label, reason in done.failed.items()))
+
+
+@contextlib.contextmanager
+def placed(progress: Watch) -> Iterator[None]:
+    """Within, an interrupt says how much of a job of several runs is over."""
+    try:
+        yield
+    except KeyboardInterrupt as stopped:
+        where = progress.where()
+        if not where:
+            raise
+        number = getattr(stopped, "signal", signal.SIGINT)
+        raise Stopped(f"{str(stopped) or 'stopped'}, {where}", number) from None
 
 
 @contextlib.contextmanager

@@ -78,6 +78,13 @@ class Watch:
             for label in labels:
                 self._tasks[label] = bar.add_task(label, total=rounds * seeds, at=self._at(0, 0), accuracy="", left="")
 
+    def where(self) -> str:
+        """Return how much is over, where there are several runs; "" for one, whose round says it."""
+        if len(self.meters) * self.seeds == 1:
+            return ""
+        meters = self.meters.values()
+        return f"{sum(meter.done for meter in meters):,} of {sum(meter.total for meter in meters):,} rounds in all"
+
     def start(self, label: str) -> None:
         """Note that a run of this method, or all its runs together, begins."""
         self.meters[label].start()

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from ..run.evaluate import Evaluation
 from .bubbles import Counts
+from .html.curves import Curve, in_sight
+from .html.svg import spread
 from .text import UNKNOWN, Facts, facts_line, own_score, scored
 
 if TYPE_CHECKING:
@@ -24,11 +26,19 @@ MISSING = "pip install 'fedstill[figures]' draws pictures (matplotlib is not ins
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 LINESTYLES = ("-", "--", ":", "-.")  # the next one when the colours are used up
 INK, PALE = "#222222", "#8a8a8a"
+GREY = "#b9c0c8"  # of methods that are not drawn in colour
+MOST, BEST = (
+    7,
+    4,
+)  # methods in colour, where there are more; of these the best ones, beside baselines and those asked for
+BASELINES = ("local", "fedavg")
 CLIENTS = 100  # the most in a bubble chart
 
 
-def compare_figure(runs: Mapping[str, Sequence[Run]], path: str | Path, facts: Facts = UNKNOWN) -> None:
-    """Draw a comparison of methods.
+def compare_figure(
+    runs: Mapping[str, Sequence[Run]], path: str | Path, facts: Facts = UNKNOWN, asked: Sequence[str] = ()
+) -> None:
+    """Draw a comparison of methods; where there are many, the best, the baselines and those `asked` for are in colour.
 
     Left: personal accuracy by round, with a band of ± std where there are several seeds. Right: the clients of the last
     round, each a dot, on a box of their quartiles; best mean on top. Next to them the forgetting gap by round, where it was
@@ -37,14 +47,11 @@ def compare_figure(runs: Mapping[str, Sequence[Run]], path: str | Path, facts: F
     watched = {label: seeds for label, seeds in runs.items() if all(_gaps(run) for run in seeds)}
     figure = begin(16.0 if watched else 11.5, max(4.6, 2.2 + 0.42 * len(runs)))
     left, right, *third = figure.subplots(1, 3 if watched else 2, width_ratios=(1.25, 1, 1) if watched else (1.25, 1))
-    styles = {
-        label: (COLOURS[i % len(COLOURS)], LINESTYLES[i // len(COLOURS) % len(LINESTYLES)])
-        for i, label in enumerate(runs)
-    }
     contract = Evaluation.by(next(iter(runs.values()))[0].training)
     final = {label: float(np.mean([Evaluation().of(run.history) for run in seeds])) for label, seeds in runs.items()}
     order = sorted(runs, key=lambda label: -final[label])
-    _curves(left, runs, order, styles, contract)
+    styles = _styles(runs, order, asked)
+    hidden = _curves(left, runs, order, styles, contract)
     _clients(right, runs, order, styles, final)
     if watched:
         _forgetting(third[0], {label: watched[label] for label in order if label in watched}, styles)
@@ -54,10 +61,7 @@ def compare_figure(runs: Mapping[str, Sequence[Run]], path: str | Path, facts: F
     methods = {run.method.id for seeds in runs.values() for run in seeds}
     kind = "Personal accuracy" if contract == Evaluation() else "Accuracy"
     title = f"{kind}{where}" if len(methods) > 1 else f"{methods.pop()}: {kind[0].lower()}{kind[1:]}{where}"
-    figure.legend(  # above the panels, where it hides no line
-        *left.get_legend_handles_labels(), loc="outside upper left", ncols=8, frameon=False, fontsize=10, title=title,
-        title_fontproperties={"size": 14, "weight": "bold"}, alignment="left", borderpad=0.2,
-    )  # fmt: skip
+    figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold")
     best = {label: [value for run in runs[label] if (value := own_score(run)) is not None] for label in order}
     shown = "; ".join(f"{label} {100 * float(np.mean(v)):.2f} %" for label, v in best.items() if v)
     lines = [f"Score: {contract}: {shown}"] if shown else []
@@ -65,8 +69,22 @@ def compare_figure(runs: Mapping[str, Sequence[Run]], path: str | Path, facts: F
         f"{'Clients' if shown else 'Score'}: {Evaluation()}, each on its own test data"
         + (f"; {most_seeds} seeds" if most_seeds > 1 else "")
     ]
+    grey = sum(colour == GREY for colour, _ in styles.values())
+    lines += [f"In colour: the best, the baselines and those asked for; grey: {grey} others"] if grey else []
+    lines += [f"{hidden} point{'s' if hidden > 1 else ''} of early rounds below the axis"] if hidden else []
     footnote(figure, "\n".join([*lines, *([origin] if origin else [])]))
     save(figure, path)
+
+
+def _styles(
+    runs: Mapping[str, Sequence[Run]], order: Sequence[str], asked: Sequence[str]
+) -> dict[str, tuple[str, str]]:
+    """Return each label's colour and line."""
+    chosen = list(runs)
+    if len(runs) > MOST:
+        baselines = [label for label in runs if runs[label][0].method.id in BASELINES][: len(BASELINES)]
+        chosen = list(dict.fromkeys([*(label for label in asked if label in runs), *order[:BEST], *baselines]))[:MOST]
+    return {label: (COLOURS[chosen.index(label)], "-") if label in chosen else (GREY, "-") for label in runs}
 
 
 def _curves(
@@ -75,29 +93,39 @@ def _curves(
     order: Sequence[str],
     styles: Mapping[str, Any],
     contract: Evaluation,
-) -> None:
-    """Draw the contract's number by round; a method without such a number has no line."""
+) -> int:
+    """Draw the contract's number by round, names at the lines' ends; return how many points lie below the axis.
+
+    A method without such a number has no line. A single method's generic model is drawn beside it, as the table has it.
+    """
     own = contract != Evaluation()
+    lines: dict[str, Curve] = {}
     for label in order:
-        colour, linestyle = styles[label]
         rounds, values = _by_contract(runs[label], contract) if own else _by_round(runs[label], "personal")
-        if not rounds:
-            continue
-        mean = values.mean(axis=0)
-        mark = "o" if len(rounds) == 1 else ""
-        axes.plot(rounds, mean, color=colour, linestyle=linestyle, linewidth=2, marker=mark, label=label)
-        if len(values) > 1:
-            spread = values.std(axis=0, ddof=1)
-            axes.fill_between(rounds, mean - spread, mean + spread, color=colour, alpha=0.18, linewidth=0)
-        if (
-            not own
-            and len(runs) == 1
-            and "generic_client" in scored(runs[label][0])
-            and "personal" in runs[label][0].method.scores
-        ):
-            rounds, values = _by_round(runs[label], "generic_client")
-            mean = values.mean(axis=0)
-            axes.plot(rounds, mean, color=PALE, linestyle="--", linewidth=1.6, marker=mark, label="generic model")
+        if rounds:
+            lines[label] = _curve(rounds, values)
+    if not own and len(runs) == 1 and "personal" in runs[order[0]][0].method.scores:
+        key = next((key for key in ("generic_common", "generic") if key in scored(runs[order[0]][0])), "")
+        if key:
+            name = f"generic model, {'common test set' if key == 'generic_common' else 'per sample'}"
+            lines[name] = _curve(*_by_round(runs[order[0]], key))
+            styles = {**styles, name: (PALE, "--")}
+    for label, line in lines.items():
+        colour, linestyle = styles[label]
+        grey = colour == GREY
+        mark, width = "o" if len(line.rounds) == 1 else "", 1.0 if grey else 2.0
+        axes.plot(
+            line.rounds,
+            line.mean,
+            color=colour,
+            linestyle=linestyle,
+            linewidth=width,
+            marker=mark,
+            zorder=1 + (not grey),
+        )
+        if line.deviation and not grey:
+            mean, over = np.array(line.mean), np.array(line.deviation)
+            axes.fill_between(line.rounds, mean - over, mean + over, color=colour, alpha=0.18, linewidth=0)
     band = ", band: ± std over seeds" if max(map(len, runs.values())) > 1 else ""
     what = str(contract).rsplit(", ", 1)[0].capitalize() if own else "Mean over clients"
     axes.set_title(f"{what}{band}", loc="left", fontsize=11, color=INK)
@@ -106,6 +134,31 @@ def _curves(
     _integer_ticks(axes)
     axes.margins(x=0.02)
     axes.grid(axis="y", color="#e6e6e6")
+    named = [label for label in lines if styles[label][0] != GREY]
+    if not named:
+        return 0
+    low, high, hidden = in_sight(lines, named)
+    axes.set_ylim(low, high)
+    _names(axes, {label: lines[label] for label in named}, styles)
+    return hidden
+
+
+def _curve(rounds: Sequence[int], values: NDArray[np.float64]) -> Curve:
+    deviation = values.std(axis=0, ddof=1).tolist() if len(values) > 1 else None
+    return Curve(rounds, values.mean(axis=0).tolist(), deviation, {})
+
+
+def _names(axes: Axes, lines: Mapping[str, Curve], styles: Mapping[str, Any]) -> None:
+    """Write every line's name beside its end, one under another where they are close."""
+    low, high = axes.get_ylim()
+    gap = (high - low) * 0.17 / (axes.figure.bbox.height / axes.figure.dpi * 0.68)  # 0.17 inches, of about so many
+    ends = [min(max(line.mean[-1], low), high) for line in lines.values()]
+    for (label, line), end, at in zip(lines.items(), ends, spread(ends, low, high, gap), strict=True):
+        axes.annotate(
+            label, (line.rounds[-1], end), xytext=(1.03, (at - low) / (high - low)), textcoords="axes fraction", va="center",
+            fontsize=9.5, color=styles[label][0], annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": styles[label][0], "linewidth": 0.7, "shrinkA": 1, "shrinkB": 1},
+        )  # fmt: skip
 
 
 def _forgetting(axes: Axes, runs: Mapping[str, Sequence[Run]], styles: Mapping[str, Any]) -> None:
@@ -167,7 +220,7 @@ def _clients(
         axes.scatter([100 * final[label]], [row], marker="D", s=44, color=colour, edgecolors="white", zorder=5)
         axes.annotate(
             f"{100 * final[label]:.1f}", (1.015, row), xycoords=("axes fraction", "data"), va="center", fontsize=9.5,
-            color=colour, fontweight="bold", annotation_clip=False,
+            color=PALE if colour == GREY else colour, fontweight="normal" if colour == GREY else "bold", annotation_clip=False,
         )  # fmt: skip
     axes.set_yticks(range(len(order)), list(reversed(order)))
     centre, margin = (len(order) - 1) / 2, max(len(order), 3) / 2 + 0.1

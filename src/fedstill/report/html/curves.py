@@ -53,6 +53,13 @@ def curve(runs: Sequence[Result], contract: Evaluation = PERSONAL) -> Curve:
     return Curve(rounds, values.mean(axis=0).tolist(), deviation, at)
 
 
+def generic_of(study: Study) -> Evaluation:
+    """Return the contract of the generic model as the table has it: on the common test set, else by sample."""
+    if "generic_common" in study.first.last:
+        return replace(PERSONAL, model="generic", clients="common")
+    return replace(PERSONAL, model="generic", mean="sample")
+
+
 def curves(study: Study, classes: Styles) -> Html:
     """Return the figure."""
     contract = drawn(study)
@@ -67,7 +74,7 @@ def curves(study: Study, classes: Styles) -> Html:
         and "generic_clients" in study.first.last
         and not study.first.generic_only
     ):
-        lines = {**by_label, GENERIC: curve(study.runs[study.best], replace(PERSONAL, model="generic"))}
+        lines = {**by_label, GENERIC: curve(study.runs[study.best], generic_of(study))}
         classes = {**classes, GENERIC: "s1"}
     axes = [axis for axis in AXES if all(axis in line.at for line in lines.values())]
     low, high, hidden = in_sight(lines, coloured(classes))
@@ -76,6 +83,10 @@ def curves(study: Study, classes: Styles) -> Html:
     words = "Personal model, mean per client, on the clients' own test data"
     notes = [f"{words if contract == PERSONAL else f'Every round by itself: {_stated(contract)}'}{band}."]
     notes += [f"Without such a model: {', '.join(left)}."] if left else []
+    if GENERIC in lines:
+        common = generic_of(study).clients == "common"
+        where = "on the common test set" if common else "on all clients' test samples, each counting alike"
+        notes.append(f"Generic model: {where}.")
     if hidden:
         below = f"{hidden} points of early rounds lie" if hidden > 1 else "1 point of an early round lies"
         notes.append(f"The axis begins at {number(round(low, 1))} %; {below} below it.")

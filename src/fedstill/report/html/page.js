@@ -14,16 +14,18 @@
   theme.hidden = false;
   label();
 
-  // ---- panes of a figure
-  for (const button of document.querySelectorAll("button[data-pane]")) {
-    button.addEventListener("click", () => {
-      for (const other of button.parentElement.children) {
-        const shown = other === button;
-        other.setAttribute("aria-pressed", String(shown));
-        document.getElementById(other.dataset.pane).hidden = !shown;
-      }
-    });
-  }
+  // ---- panes of a figure; clicks are heard by the document, since a live page is replaced
+  const clicked = (selector, act) => document.addEventListener("click", (event) => {
+    const found = event.target.closest && event.target.closest(selector);
+    if (found) act(found, event);
+  });
+  clicked("button[data-pane]", (button) => {
+    for (const other of button.parentElement.children) {
+      const shown = other === button;
+      other.setAttribute("aria-pressed", String(shown));
+      document.getElementById(other.dataset.pane).hidden = !shown;
+    }
+  });
 
   // ---- numbers under the pointer
   const show = (text, x, y) => {
@@ -112,22 +114,18 @@
     sample.remove();
     return new XMLSerializer().serializeToString(copy);
   };
-  for (const button of document.querySelectorAll("button[data-svg]")) {
-    button.addEventListener("click", () => {
-      const pane = document.getElementById(button.dataset.svg).querySelector(".pane:not([hidden]) .wide svg");
-      save(`data:image/svg+xml;charset=utf-8,${encodeURIComponent(standalone(pane))}`, `${button.dataset.svg}.svg`);
-    });
-  }
+  clicked("button[data-svg]", (button) => {
+    const pane = document.getElementById(button.dataset.svg).querySelector(".pane:not([hidden]) .wide svg");
+    save(`data:image/svg+xml;charset=utf-8,${encodeURIComponent(standalone(pane))}`, `${button.dataset.svg}.svg`);
+  });
 
   // ---- tables to the clipboard; where that cannot be, the link saves a file
-  for (const link of document.querySelectorAll("a[data-copy]")) {
-    link.addEventListener("click", (event) => {
-      if (!navigator.clipboard || !isSecureContext) return;
-      event.preventDefault();
-      const words = link.textContent;
-      const say = (text) => { link.textContent = text; setTimeout(() => { link.textContent = words; }, 1500); };
-      const text = decodeURIComponent(link.href.slice(link.href.indexOf(",") + 1));
-      navigator.clipboard.writeText(text).then(() => say("copied"), () => save(link.href, link.download));
-    });
-  }
+  clicked("a[data-copy]", (link, event) => {
+    if (!navigator.clipboard || !isSecureContext) return;
+    event.preventDefault();
+    const words = link.textContent;
+    const say = (text) => { link.textContent = text; setTimeout(() => { link.textContent = words; }, 1500); };
+    const text = decodeURIComponent(link.href.slice(link.href.indexOf(",") + 1));
+    navigator.clipboard.writeText(text).then(() => say("copied"), () => save(link.href, link.download));
+  });
 })();

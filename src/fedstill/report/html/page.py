@@ -79,11 +79,17 @@ def render(study: Study, method: str = "") -> str:
     return document(title, _facts(study), [*top, *body])
 
 
-def document(title: str, facts: str, body: Sequence[object]) -> str:
-    """Return a page with its styles and script; nothing is loaded from anywhere, which a policy in the page enforces."""
+def document(title: str, facts: str, body: Sequence[object], live: bool = False) -> str:
+    """Return a page with its styles and script; nothing is loaded from anywhere, which a policy in the page enforces.
+
+    A `live` page asks its own server, and no other, for what has changed.
+    """
     style, figure, script = (_file(name) for name in ("page.css", "figure.css", "page.js"))
     hashes = " ".join(f"'{_digest(text)}'" for text in (style, figure))
-    policy = f"default-src 'none'; style-src {hashes}; script-src '{_digest(script)}'; img-src data:; {FORBIDDEN}"
+    scripts = [script, *([_file("live.js")] if live else [])]
+    runs = " ".join(f"'{_digest(text)}'" for text in scripts)
+    policy = f"default-src 'none'; style-src {hashes}; script-src {runs}; img-src data:; {FORBIDDEN}"
+    policy += "; connect-src 'self'" if live else ""
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -96,9 +102,16 @@ def document(title: str, facts: str, body: Sequence[object]) -> str:
     )
     theme = tag("button", "Dark", id="theme", type="button", hidden=True, title="Light or dark")
     top = tag("header", tag("div", tag("h1", title), tag("p", facts, cls="facts")), theme, cls="top")
-    footer = tag("footer", f"fedstill {__version__}. Everything on this page is in this file.")
+    said = "This page renews itself." if live else "Everything on this page is in this file."
+    footer = tag("footer", f"fedstill {__version__}. {said}")
+    lost = [tag("p", "This page is no longer renewed.", id="lost", cls="warn", hidden=True)] if live else []
     tip = tag("div", id="tip", role="status", hidden=True)
-    page = tag("html", head, tag("body", top, tag("main", *body), footer, tip, tag("script", Html(script))), lang="en")
+    page = tag(
+        "html",
+        head,
+        tag("body", top, *lost, tag("main", *body), footer, tip, *(tag("script", Html(text)) for text in scripts)),
+        lang="en",
+    )
     return f"<!doctype html>\n{page}\n"
 
 
