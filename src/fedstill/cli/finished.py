@@ -11,13 +11,14 @@ import numpy as np
 
 from ..core import settings
 from ..core.errors import InputError, Shown
-from ..core.reading import read_json
+from ..core.reading import read_json, read_toml
 from ..report import figures
 from ..report.text import Facts, aligned, grouped, rows, scored
 from ..run.evaluate import Evaluation
 from ..run.experiment import Experiment
-from ..run.journal import PARTITION
+from ..run.journal import EXPERIMENT, PARTITION
 from ..run.load import LARGEST, load
+from ..run.prepare import PYTHON
 from ..run.result import Run
 from . import flags, show
 from .screen import results, say
@@ -107,10 +108,11 @@ def _told_apart(runs: Sequence[Run]) -> tuple[list[Run], Facts, list[str]]:
     for doubles in same.values():
         for i in doubles if len(doubles) > 1 else []:
             told[i] = dataclasses.replace(told[i], beside={**told[i].beside, "folder": str(told[i].folder)})
+    by_seed = {(run.training.seed, f.hashes): f.hashes[0] for run, f in zip(runs, facts, strict=True)}
     shared = dataclasses.replace(
         facts[0],
         **{name: 0 if name == "clients" else "" for name in names},  # type: ignore[arg-type]
-        hashes=tuple(dict.fromkeys(digest for f in facts for digest in f.hashes)) if not names else (),
+        hashes=tuple(by_seed.values()) if not names else (),
     )
     notes = []
     for name in names:
@@ -139,8 +141,9 @@ def _facts(run: Run) -> Facts:
     record = read_json(run.folder / PARTITION, LARGEST)
     parameter = record.get("parameter")
     kind = str(record.get("kind", ""))
+    data = str(read_toml(run.folder / EXPERIMENT).get("data", PYTHON))
     return Facts(
-        data=run.outline.name,
+        data=run.outline.name if data == PYTHON else data,
         clients=len(run.outline.sizes),
         partition=kind if parameter is None else f"{kind}:{parameter}",
         hashes=(str(record.get("hash", "")),),
