@@ -137,6 +137,29 @@ def test_refusals(words: list[str], right: str, work: Path, capsys, monkeypatch)
     assert sorted(work.iterdir()) == before
 
 
+METHOD = """
+from dataclasses import dataclass
+import fedstill as fs
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(fs.FedAvg):
+    \"\"\"FedAvg by another name.\"\"\"
+
+    id = "mine"
+"""
+
+
+def test_code_of_ones_own_is_not_imported_to_read_results(work: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "mine.py").write_text(METHOD)
+    data = str(work / "cities")
+    printed(capsys, "run", f"{tmp_path / 'mine.py'}:Mine", "--data", data, *QUICK, "--out", tmp_path / "run")
+    (tmp_path / "mine.py").unlink()
+    with pytest.raises(fs.InputError, match=r"code of its own .*mine\.py:Mine.*method=METHOD"):
+        fs.load(tmp_path / "run")
+    run = fs.load(tmp_path / "run", method=fs.FedAvg())
+    assert run.generic().keys() == fs.load(work / "again").generic().keys()
+
+
 def test_track_from_the_command(work: Path, tmp_path: Path, capsys) -> None:
     pytest.importorskip("tensorboard")
     data = str(work / "cities")
