@@ -62,6 +62,18 @@ def test_show_sets_folders_side_by_side(work: Path, tmp_path: Path, capsys) -> N
     assert (tmp_path / "all.png").stat().st_size > 10_000
 
 
+def test_clients_of_different_divisions_are_not_mixed(tmp_path: Path, capsys) -> None:
+    """Each seed deals the digits anew: client 2 of one seed is not client 2 of the other."""
+    printed(capsys, "compare", "fedavg", "local", "--clients", 4, "--seeds", 2, *QUICK, "--out", tmp_path / "all")
+    text = printed(capsys, "show", tmp_path / "all", "--clients")
+    first = {label: runs[0].history[-1]["personal_clients"]["2"] for label, runs in fs.load(tmp_path / "all").items()}
+    row = next(line.split() for line in text.splitlines() if line.startswith("2 "))
+    assert sorted(row[3:]) == sorted(f"{100 * rate:.2f}" for rate in first.values())
+    assert (
+        "clients of seed 0; runs on other divisions of the data, whose clients are others, are left out here: 2" in text
+    )
+
+
 def test_show_by_another_contract(work: Path, capsys) -> None:
     text = printed(capsys, "show", work / "both", "--score-round", "best-test", "--score-model", "generic")
     runs = fs.load(work / "both")["fedavg"]

@@ -176,8 +176,15 @@ def curves(runs: Mapping[str, Sequence[Run]], contract: Evaluation) -> list[str]
 
 
 def clients(runs: Mapping[str, Sequence[Run]]) -> list[str]:
-    """Return a table with a row for each client: its samples, and its accuracy by method, mean over seeds."""
+    """Return a table with a row for each client: its samples, and its accuracy by method, mean over seeds.
+
+    Where seeds divide the data differently, client k is another one in each: then it is of the first run's division alone.
+    """
     first = next(iter(runs.values()))[0]
+    division = _facts(first).hashes
+    alike = {label: [run for run in seeds if _facts(run).hashes == division] for label, seeds in runs.items()}
+    left = sum(map(len, runs.values())) - sum(map(len, alike.values()))
+    runs = {label: seeds for label, seeds in alike.items() if seeds}
     records = {label: [scored(run)["personal_clients"] for run in seeds] for label, seeds in runs.items()}
     numbers = sorted({int(k) for each in records.values() for record in each for k in record})
     outline = first.outline
@@ -196,4 +203,5 @@ def clients(runs: Mapping[str, Sequence[Run]]) -> list[str]:
         ("test", [str(tests.get(str(k), "–")) for k in numbers]),
         *((f"{label} %", [cell(each, k) for k in numbers]) for label, each in records.items()),
     ]
-    return aligned(cells)
+    others = f"runs on other divisions of the data, whose clients are others, are left out here: {left}"
+    return [*aligned(cells), *(["", f"clients of seed {first.training.seed}; {others}"] if left else [])]
