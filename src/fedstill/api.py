@@ -40,7 +40,9 @@ from .methods.spectral import SpectralCoDistillation
 from .report import text as _text  # noqa: F401 - `Run.table` prints with it
 from .run.evaluate import Evaluation
 from .run.experiment import Experiment, Training
+from .run.export import export
 from .run.load import load
+from .run.predict import predict
 from .run.result import Run
 from .run.simulation import resume, run, simulate
 from .run.together import run_together
@@ -89,7 +91,9 @@ __all__ = [
     "TrainingError",
     "Tree",
     "Upload",
+    "export",
     "load",
+    "predict",
     "resume",
     "run",
     "run_together",

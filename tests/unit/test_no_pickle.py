@@ -52,9 +52,7 @@ def suspicious(tree: ast.AST) -> Iterator[str]:
 
 
 USED = {
-    "core/own.py": [
-        "spec.loader.exec_module"
-    ],  # a user's own method or model, which a command that trains was asked for
+    "core/own.py": ["spec.loader.exec_module"],  # code of one's own that a command was asked to train
     "run/result.py": ["import pandas"],  # Run.to_frame makes a frame of numbers; nothing of pandas reads a file
 }
 

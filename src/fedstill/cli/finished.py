@@ -11,13 +11,14 @@ import numpy as np
 
 from ..core import settings
 from ..core.errors import InputError, Shown
-from ..core.reading import read_json
+from ..core.reading import read_json, read_toml
 from ..report import figures
 from ..report.text import Facts, aligned, grouped, rows, scored
 from ..run.evaluate import Evaluation
 from ..run.experiment import Experiment
-from ..run.journal import PARTITION
+from ..run.journal import EXPERIMENT, PARTITION
 from ..run.load import LARGEST, load
+from ..run.prepare import PYTHON
 from ..run.result import Run
 from . import flags, show
 from .screen import results, say
@@ -107,10 +108,11 @@ def _told_apart(runs: Sequence[Run]) -> tuple[list[Run], Facts, list[str]]:
     for doubles in same.values():
         for i in doubles if len(doubles) > 1 else []:
             told[i] = dataclasses.replace(told[i], beside={**told[i].beside, "folder": str(told[i].folder)})
+    by_seed = {(run.training.seed, f.hashes): f.hashes[0] for run, f in zip(runs, facts, strict=True)}
     shared = dataclasses.replace(
         facts[0],
         **{name: 0 if name == "clients" else "" for name in names},  # type: ignore[arg-type]
-        hashes=tuple(dict.fromkeys(digest for f in facts for digest in f.hashes)) if not names else (),
+        hashes=tuple(by_seed.values()) if not names else (),
     )
     notes = []
     for name in names:
@@ -139,8 +141,9 @@ def _facts(run: Run) -> Facts:
     record = read_json(run.folder / PARTITION, LARGEST)
     parameter = record.get("parameter")
     kind = str(record.get("kind", ""))
+    data = str(read_toml(run.folder / EXPERIMENT).get("data", PYTHON))
     return Facts(
-        data=run.outline.name,
+        data=run.outline.name if data == PYTHON else data,
         clients=len(run.outline.sizes),
         partition=kind if parameter is None else f"{kind}:{parameter}",
         hashes=(str(record.get("hash", "")),),
@@ -173,8 +176,15 @@ def curves(runs: Mapping[str, Sequence[Run]], contract: Evaluation) -> list[str]
 
 
 def clients(runs: Mapping[str, Sequence[Run]]) -> list[str]:
-    """Return a table with a row for each client: its samples, and its accuracy by method, mean over seeds."""
+    """Return a table with a row for each client: its samples, and its accuracy by method, mean over seeds.
+
+    Where seeds divide the data differently, client k is another one in each: then it is of the first run's division alone.
+    """
     first = next(iter(runs.values()))[0]
+    division = _facts(first).hashes
+    alike = {label: [run for run in seeds if _facts(run).hashes == division] for label, seeds in runs.items()}
+    left = sum(map(len, runs.values())) - sum(map(len, alike.values()))
+    runs = {label: seeds for label, seeds in alike.items() if seeds}
     records = {label: [scored(run)["personal_clients"] for run in seeds] for label, seeds in runs.items()}
     numbers = sorted({int(k) for each in records.values() for record in each for k in record})
     outline = first.outline
@@ -193,4 +203,5 @@ def clients(runs: Mapping[str, Sequence[Run]]) -> list[str]:
         ("test", [str(tests.get(str(k), "–")) for k in numbers]),
         *((f"{label} %", [cell(each, k) for k in numbers]) for label, each in records.items()),
     ]
-    return aligned(cells)
+    others = f"runs on other divisions of the data, whose clients are others, are left out here: {left}"
+    return [*aligned(cells), *(["", f"clients of seed {first.training.seed}; {others}"] if left else [])]

@@ -232,16 +232,8 @@ class Federation:
             members.append(Client(*_take(data, train), *_take(data, test), *(_take(data, val) if len(val) else ())))
         return cls(
             tuple(members), data.classes, data.name, record.hash, data.test_tensors(), record.to_dict(),
-            data.labels, data.mean, data.std, names=_names(record.kind, data, indices),
+            data.labels, data.mean, data.std, names=record.names,
         )  # fmt: skip
-
-
-def _names(kind: str, data: Dataset, indices: Sequence[Ints]) -> tuple[str, ...]:
-    """Return the clients' names where each client is one owner or domain that has a name; else none."""
-    of = {"owner": data.owner, "domain": data.domain}.get(kind)
-    if of is None or not data.groups:
-        return ()
-    return tuple(data.groups[int(of[own[0]])] for own in indices)
 
 
 def _sizes(client: Client) -> dict[str, int]:

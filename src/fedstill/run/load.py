@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from .. import models
+from ..core import own
 from ..core.errors import InputError, Shown, check_path
 from ..core.method import Method
 from ..core.reading import Unreadable, field, items, read_json, read_toml
@@ -120,7 +121,7 @@ def _load(folder: Path, model: Model | None, method: Method | None, data: Federa
     journal = Journal(folder)
     journal.check_settings()
     values, others = _read(folder)
-    method = method or method_from(values.get("method"))
+    method = method or _method(values.get("method"))
     experiment = dataclasses.replace(Experiment.from_values(others), method=method)
     history = _history(journal)
     if not history:
@@ -157,6 +158,15 @@ def _load(folder: Path, model: Model | None, method: Method | None, data: Federa
         held.federation = held.federation or _read_data(folder, experiment)
         held.read_data()
     return run
+
+
+def _method(table: Any) -> Method:
+    """Return the method that a run's settings name; code of somebody's own is not imported to read results."""
+    name = table.get("id") if isinstance(table, dict) else table
+    if isinstance(name, str) and own.is_reference(name):
+        right = f"given, since this run's is code of its own ({name}): fs.load(FOLDER, method=METHOD)"
+        raise InputError("method", Shown("nothing"), right)
+    return method_from(table)
 
 
 def _history(journal: Journal) -> list[dict[str, Any]]:
@@ -238,8 +248,10 @@ class Held:
         """Return the model, as it was before training."""
         if self.model is not None:
             return self.model
-        if self.experiment.model == PYTHON:
-            right = "given: this run was made in Python, with a module of its own: fs.load(FOLDER, model=MODULE)"
+        if self.experiment.model == PYTHON or own.is_reference(self.experiment.model):
+            right = (
+                f"given, since this run's is code of its own ({self.experiment.model}): fs.load(FOLDER, model=MODULE)"
+            )
             raise InputError("model", Shown("nothing"), right)
         return models.build(self.experiment.model, self.outline.shape, self.outline.classes, self.experiment.seed)
 

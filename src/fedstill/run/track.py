@@ -1,6 +1,7 @@
 """Callbacks that send a run's records to TensorBoard, Weights & Biases or MLflow.
 
-    fs.simulate(..., callbacks=[fs.run.track.TensorBoard("runs/first/tensorboard")])
+    from fedstill.run.track import TensorBoard
+    fs.simulate(..., callbacks=[TensorBoard("runs/first/tensorboard")])
     fedstill run pfedsd --out runs/first --track tensorboard,mlflow
 
 Each gets the plain numbers of every round, by the names of metrics.jsonl, at the round as step. Where a run is resumed, the
