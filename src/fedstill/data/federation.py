@@ -274,7 +274,7 @@ def _record(scheme: Partition, data: Dataset, indices: list[Ints], seed: int, po
     lists = tuple(tuple(int(i) for i in own) for own in indices)
     if scheme.kind != "file":
         parameter = scheme.parameter if scheme.sigma is None else str(scheme).partition(":")[2]
-        names = _names(scheme.kind, data, indices)
+        names = _client_names(scheme.kind, data, indices)
         return Record(
             scheme.kind, parameter, len(lists), seed, data.name, len(data), lists, pool, split, names, data.labels
         )
@@ -283,3 +283,11 @@ def _record(scheme: Partition, data: Dataset, indices: list[Ints], seed: int, po
         if value != right:
             raise InputError("partition", str(scheme), f"one whose {name} is {right!r} (this one's is {value!r})")
     return replace(saved, split=split, indices=lists)
+
+
+def _client_names(kind: str, data: Dataset, indices: Sequence[Ints]) -> tuple[str, ...]:
+    """Return the clients' names where each client is one owner or domain that has a name; else none."""
+    group = {"owner": data.owner, "domain": data.domain}.get(kind)
+    if group is None or not data.groups:
+        return ()
+    return tuple(data.groups[int(group[own[0]])] for own in indices)
