@@ -250,6 +250,21 @@ def test_what_is_relative_needs_its_reference():
         score.number(Contract(metric="rounds-to-target", target=99.0), ours, WHOLE)
 
 
+def test_a_reference_takes_all_its_rounds_to_its_own_last_accuracy():
+    """Table 4 of the first paper: FedPer 100, pFedSD 20 (5×): "the same accuracy as running FedPer for 100 rounds"."""
+
+    def ran(folder, rates):
+        records = [{"round": t, "personal_clients": {"0": rate}, "samples": {"0": 5}} for t, rate in enumerate(rates, 1)]
+        return Result(folder, 0, history=records)
+
+    fedper, pfedsd = ran("fedper", [0.6] * 50 + [0.5] * 50), ran("pfedsd", [0.1] * 19 + [0.55] * 81)
+    rounds = Contract(metric="rounds-to-target", reference={"method": "fedper"})
+    assert score.number(rounds, fedper, WHOLE, fedper) == 100  # though its accuracy was as high after the first
+    assert score.number(rounds, pfedsd, WHOLE, fedper) == 20
+    speed = Contract(metric="rounds-speedup", reference={"method": "fedper"})
+    assert score.number(speed, pfedsd, WHOLE, fedper) == 5
+
+
 def test_what_was_not_scored_is_named():
     with pytest.raises(Unscored, match="new"):
         score.number(Contract(model="new"), Result("x", 0, history=history()), WHOLE)

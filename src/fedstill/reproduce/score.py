@@ -128,18 +128,32 @@ def _at(series: Series, contract: Contract, scale: Scale) -> float:
 
 
 def _speed(contract: Contract, result: Result, scale: Scale, reference: Result | None) -> float:
-    """Return the rounds to a target, or by how much fewer rounds or simulated seconds they are than the reference's."""
+    """Return the rounds to a target, or by how much fewer rounds or simulated seconds they are than the reference's.
+
+    Where the target is the accuracy that the reference has in the end, the reference takes all of its rounds to it, as the
+    first paper counts: "the same accuracy as running FedPer for 100 rounds".
+    """
     if contract.target is None:
-        target = accuracy(contract, _known(reference), scale)
+        whole = _known(reference)
+        target, other = accuracy(contract, whole, scale), _last_round(contract, whole)
+        rounds = other if result.folder == whole.folder else _reached(contract, result, target)
     else:
         target = contract.target / 100
-    rounds = _reached(contract, result, target)
+        rounds = _reached(contract, result, target)
+        other = 0.0 if contract.metric == "rounds-to-target" else _reached(contract, _known(reference), target)
     if contract.metric == "rounds-to-target":
         return rounds
-    other = _reached(contract, _known(reference), target)
     if contract.metric == "rounds-speedup":
         return other / rounds
     return _time(_known(reference), other) / _time(result, rounds)
+
+
+def _last_round(contract: Contract, result: Result) -> float:
+    """Return the last round in which a contract's accuracy was scored."""
+    series = accuracies(contract, result)
+    if not series:
+        raise Unscored(f"clients were not scored with the {contract.model} model")
+    return series[-1][0]
 
 
 def _reached(contract: Contract, result: Result, target: float) -> float:
