@@ -54,6 +54,7 @@ def test_a_table_beside_the_published_numbers(whole, capsys):
     for cell in cells.values():
         assert cell["state"] == "done"
         assert len(cell["values"]) == len(cell["runs"]) == 2
+        assert cell["verdict"] == "scaled"
         assert cell["difference"] == pytest.approx(sum(cell["values"]) / 2 - cell["published"])
         assert all(len(run["partition"]) == 64 for run in cell["runs"])
         assert all(run["command"].startswith("fedstill reproduce") for run in cell["runs"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -393,9 +394,13 @@ def test_a_table_fits_the_width_and_has_every_number(width):
 
 
 def test_scaled_numbers_say_so_wherever_a_verdict_stands():
-    for text in (layout.text(TABLE2, readings(), Scale(0.1)), layout.markdown(TABLE2, readings(), Scale(0.1))):
+    own = readings()
+    own = [dataclasses.replace(one, verdict=verdict(Sample(0.0), one.ours, scaled=True)) for one in own]
+    for text in (layout.text(TABLE2, own, Scale(0.1)), layout.markdown(TABLE2, own, Scale(0.1))):
         assert "SCALED to 0.1" in text
-        assert "verdicts (SCALED)" in text
+        assert "SCALED: differences from the whole, of which there are no verdicts" in " ".join(text.split())
+        assert "ranking (SCALED) in" in text
+        assert not re.search("noise \\d|better|worse", text)
 
 
 def test_a_failed_cell_is_named_and_a_missing_one_too():

@@ -128,9 +128,8 @@ def _page(paper: str, records: Sequence[Record]) -> str:
         lines += [_line(cell) for cell in record["cells"]]
         lines += [""]
         for ranking in record["rankings"]:
-            state = "holds" if ranking["holds"] else "differs"
             lines.append(
-                f"- ranking in {ranking['where']} {state}: Kendall's τ {ranking['tau']:.2f} over {ranking['pairs']} pairs"
+                f"- ranking in {ranking['where']} {ranking['state']}: Kendall's τ {ranking['tau']:.2f} over {ranking['pairs']} pairs"
             )
         lines += [*([""] if record["rankings"] else []), *_provenance(record["cells"]), ""]
     return "\n".join(lines)

@@ -19,6 +19,7 @@ SHORT = {
     "one seed": "1 seed",
     "holds": "as stated",
     "fails": "not so",
+    "scaled": "scaled",
 }
 GAP = "  "
 
@@ -58,7 +59,8 @@ def _panel(panel: Panel, readings: Sequence[Reading], width: int) -> list[str]:
             taken += 1
         shown, columns = columns[:taken], columns[taken:]
         lines += [""] if lines else []
-        lines.append((" " * left + GAP + GAP.join(column.rjust(wide[column]) for column in shown)).rstrip())
+        if any(shown):
+            lines.append((" " * left + GAP + GAP.join(column.rjust(wide[column]) for column in shown)).rstrip())
         lines.append("─" * used)
         for number, name in enumerate(names):
             parts = [blocks[column][number] for column in shown]
@@ -149,10 +151,10 @@ def notes_of(exhibit: Exhibit, readings: Sequence[Reading], scale: Scale) -> lis
         theirs = f"; published ± over {spread}" if spread and any(r.cell.spread is not None for r in readings) else ""
         lines.append(f"ours: mean ± standard deviation (n − 1) over {over} seed{'s' if seeds != [1] else ''}{theirs}")
     if compared:
-        mark = " Scaled: a verdict says how scaled numbers stand to whole ones." if not scale.whole else ""
         kinds = [reading.verdict.kind for reading in compared if reading.verdict is not None]
         tally = ", ".join(f"{SHORT[kind]} {kinds.count(kind)}" for kind in SHORT if kind in kinds)
-        lines.append(f"verdicts{' (SCALED)' if not scale.whole else ''}: {tally}, of {len(compared)} cells.{mark}")
+        none = "SCALED: differences from the whole, of which there are no verdicts"
+        lines.append(f"verdicts: {tally}, of {len(compared)} cells" if scale.whole else none)
         if any(kind in ("within", "better", "worse") for kind in kinds):
             lines.append(
                 "noise: at most t₉₅ standard errors of the difference, of both spreads and numbers of seeds (Welch)"
@@ -160,7 +162,7 @@ def notes_of(exhibit: Exhibit, readings: Sequence[Reading], scale: Scale) -> lis
         if "one seed" in kinds:
             lines.append("1 seed: no noise known")
     for ranking in rankings(exhibit, list(readings)):
-        lines += ranking.lines()
+        lines += ranking.lines(scaled=not scale.whole)
     problems: dict[str, list[str]] = {}
     for reading in readings:
         if reading.problem:

@@ -116,16 +116,16 @@ def _read(
                 results.append(result)
             except Unscored as error:
                 problems.append(f"seed {experiment.seed}: {error}")
+    failed = len(problems)
     if len(problems) > 1 and len({problem.partition(": ")[2] for problem in problems}) == 1:
         problems = [f"{len(problems)} seeds: {problems[0].partition(': ')[2]}"]
-        failed = seeds - len(values)
-    else:
-        failed = len(problems)
     against = published(cell, part.exhibit)
     judged = None
     if against is not None and values and len(values) + failed == seeds:
         lower = cell.contract.metric in LOWER
-        judged = verdict(against, Sample.of(values), lower=lower, relation=cell.relation)
+        judged = verdict(
+            against, Sample.of(values), lower=lower, relation=cell.relation, scaled=not plan.scale.whole
+        )
     return Reading(
         cell, seeds, tuple(values), tuple(curves), None, tuple(distribution), tuple(results), "; ".join(problems),
         judged,
