@@ -126,6 +126,16 @@ def test_scores_that_change_no_training_are_joined():
         assert joined(plain, dataclasses.replace(plain, **other)) is None
 
 
+def test_a_run_is_called_by_its_method_and_what_the_variant_sets():
+    (trial,) = [t for t in plan(find(["pfedsd/fig8"]), "fmnist/lam-0.1/tau-3", 1).wanted if t.seeds]
+    assert trial.label == "fmnist-r60 · pfedsd · lam 0.1 · tau 3.0"
+    labels = {t.label for t in plan(find(["pfedsd/table11"]), "pfedsd", 1).wanted}
+    assert labels == {"cifar100-r60 · pfedsd · teacher predictions", "cifar100-r60 · pfedsd · teacher model"}
+    assert {t.label for t in plan(find(["pfedsd/fig2"]), "", 1).wanted} == {
+        "cifar10-dirichlet-100 · fedavg", "cifar100-dirichlet-100 · fedavg",
+    }  # fmt: skip
+
+
 def test_seeds_are_the_papers_or_the_flags():
     assert {t.seeds for t in plan([TABLE2], "fmnist").wanted} == {TABLE2.seeds}
     planned = plan([TABLE2], "fmnist,20clients,fedavg", seeds=2)
@@ -255,7 +265,9 @@ def test_a_reference_takes_all_its_rounds_to_its_own_last_accuracy():
     """Table 4 of the first paper: FedPer 100, pFedSD 20 (5×): "the same accuracy as running FedPer for 100 rounds"."""
 
     def ran(folder, rates):
-        records = [{"round": t, "personal_clients": {"0": rate}, "samples": {"0": 5}} for t, rate in enumerate(rates, 1)]
+        records = [
+            {"round": t, "personal_clients": {"0": rate}, "samples": {"0": 5}} for t, rate in enumerate(rates, 1)
+        ]
         return Result(folder, 0, history=records)
 
     fedper, pfedsd = ran("fedper", [0.6] * 50 + [0.5] * 50), ran("pfedsd", [0.1] * 19 + [0.55] * 81)

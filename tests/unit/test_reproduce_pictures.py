@@ -14,6 +14,7 @@ from fedstill.reproduce.reading import Reading
 from fedstill.reproduce.scale import Scale
 
 pytest.importorskip("matplotlib")
+WHOLE = Scale()
 
 
 def readings(exhibit):
@@ -35,7 +36,7 @@ def readings(exhibit):
 def drawn(tmp_path, monkeypatch):
     """Return the figure of an exhibit, before it is saved."""
 
-    def draw(name, scale=Scale()):
+    def draw(name, scale=WHOLE):
         figures: list[Any] = []
         made = pictures._figure
 

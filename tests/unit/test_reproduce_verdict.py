@@ -69,6 +69,11 @@ def test_verdicts(ours, lower, kind):
     assert got.difference == pytest.approx(ours.mean - 90)
 
 
+def test_a_share_of_time_is_neither_better_nor_worse():
+    assert verdict(Sample(12.7), Sample(0.0, 0.1, 3), lower=None).kind == "differs"
+    assert verdict(Sample(12.7), Sample(12.7, 0.1, 3), lower=None).kind == "within"
+
+
 def test_bounds_are_held_or_not():
     assert verdict(Sample(98), Sample(98.5, None, 1), relation=">").kind == "holds"
     assert verdict(Sample(98), Sample(97.5, 0.1, 3), relation=">").kind == "fails"
@@ -97,7 +102,9 @@ def test_kendalls_tau_by_its_definition():
     assert not ranking.holds
     assert rank(entries([1, 2, 3], [10, 20, 30])).tau == 1
     assert rank(entries([1, 2, 3], [3, 2, 1])).tau == -1
-    assert rank(entries([1, 2, 3], [5, 5, 6])).tau == pytest.approx(2 / math.sqrt(3 * 2))  # τ_b: 2 agree, of 3 and 2 ordered
+    assert rank(entries([1, 2, 3], [5, 5, 6])).tau == pytest.approx(
+        2 / math.sqrt(3 * 2)
+    )  # τ_b: 2 agree, of 3 and 2 ordered
     assert rank(entries([1, 1, 3], [5, 6, 7])).tau == pytest.approx(2 / math.sqrt(2 * 3))
     assert rank(entries([1, 1, 3], [6, 6, 7])).tau == 1
     assert rank(entries([1, 2], [5, 5])).tau == 0

@@ -43,9 +43,14 @@ def fields_of(cls: type) -> list[dataclasses.Field[Any]]:
     return [f for f in dataclasses.fields(cls) if "help" in f.metadata]
 
 
-@functools.cache
 def types_of(cls: type) -> Mapping[str, Any]:
-    """Return the type of every field, by name; resolved once for a class, as that takes longer than all of a check."""
+    """Return the type of every field, by name."""
+    return _hints(cls)
+
+
+@functools.cache
+def _hints(cls: Any) -> Mapping[str, Any]:
+    """Resolve a class's annotations, once: that takes longer than all of a check."""
     return types.MappingProxyType(typing.get_type_hints(cls))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ..papers import Exhibit, Panel
 from ..report.costs import NONE
+from ..run.evaluate import FIXED, WORDS
 from .reading import Reading, rankings
 from .scale import Scale
 from .verdict import Sample
@@ -19,6 +20,7 @@ SHORT = {
     "one seed": "1 seed",
     "holds": "as stated",
     "fails": "not so",
+    "differs": "differs",
     "scaled": "scaled",
 }
 GAP = "  "
@@ -127,6 +129,10 @@ def unit_line(exhibit: Exhibit, readings: Sequence[Reading]) -> str:
             mean = {"client": "mean per client", "sample": "mean per sample", "training": "mean by training size"}
             whose = {"common": "common test set", "all": f"all clients, {mean[contract.mean]}"}
             clients = whose.get(str(contract.clients), f"{contract.clients}, {mean[contract.mean]}")
+            if not isinstance(contract.clients, str):
+                clients = f"client {contract.clients}"
+            if contract.model in FIXED and contract.clients != "common":
+                clients = WORDS[contract.model].rpartition(", ")[2]  # their mean is the same whatever a contract says
             of_round = {"last": "last round", "mean10": "mean of the last 10", "best-test": "best round ON TEST DATA"}
             round = of_round.get(str(contract.round), f"round {contract.round}")
             words[f"{what.what.partition(' of a model')[0]}{unit}: {contract.model} model, {clients}, {round}"] = None

@@ -203,6 +203,8 @@ def _violins(axes: Axes, panel: Panel, readings: Sequence[Reading]) -> None:
 
 def _bubbles(axes: Axes, panel: Panel, readings: Sequence[Reading]) -> None:
     """Draw clients × classes, the area of a bubble by the number of samples."""
+    from matplotlib.ticker import MaxNLocator
+
     counts = next((r.counts for r in readings if r.counts is not None), None)
     if counts is None:
         return
@@ -214,7 +216,7 @@ def _bubbles(axes: Axes, panel: Panel, readings: Sequence[Reading]) -> None:
     axes.set_xlabel(panel.x or "client")
     axes.set_ylabel(panel.y or "class")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.get_major_locator().set_params(integer=True)
+        axis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(color="#efefef")
 
 

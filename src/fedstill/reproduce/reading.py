@@ -12,7 +12,7 @@ from ..data.dataset import Ints
 from ..papers import Cell, Exhibit
 from . import score
 from .plan import NO_TRAINING, Chosen, Plan, Trial, key_of
-from .score import LOWER, Series, Unscored
+from .score import LOWER, NEUTRAL, Series, Unscored
 from .shelf import Shelf
 from .store import Result, Store
 from .verdict import Entry, Ranking, Sample, Verdict, rank, verdict
@@ -122,10 +122,8 @@ def _read(
     against = published(cell, part.exhibit)
     judged = None
     if against is not None and values and len(values) + failed == seeds:
-        lower = cell.contract.metric in LOWER
-        judged = verdict(
-            against, Sample.of(values), lower=lower, relation=cell.relation, scaled=not plan.scale.whole
-        )
+        lower = None if cell.contract.metric in NEUTRAL else cell.contract.metric in LOWER
+        judged = verdict(against, Sample.of(values), lower=lower, relation=cell.relation, scaled=not plan.scale.whole)
     return Reading(
         cell, seeds, tuple(values), tuple(curves), None, tuple(distribution), tuple(results), "; ".join(problems),
         judged,

@@ -17,6 +17,7 @@ from .store import Result
 
 Series: TypeAlias = list[tuple[float, float]]  # (round, value), ascending
 LOWER = {"loss", "client-std", "rounds-to-target", "seconds", "megabytes", "flops"}  # metrics of which less is better
+NEUTRAL = {"time-share"}  # metrics of which neither less nor more is better
 AFTER = ("fine-tuned", "newcomers")  # models that there are only once the federation has ended
 LAST = 10  # rounds of the mean "mean10"
 
@@ -98,9 +99,24 @@ def curve(contract: Contract, result: Result) -> Series:
     if contract.metric == "loss-curve":
         return loss_curve(contract, result)
     if contract.metric == "forgetting":
-        key = f"{contract.part}_clients"
-        return [(r["round"], 100 * float(np.mean(list(r[key].values())))) for r in result.history if r.get(key)]
+        return _forgetting(contract, result)
     return [(round, 100 * value) for round, value in accuracies(contract, result)]
+
+
+def _forgetting(contract: Contract, result: Result) -> Series:
+    """Return by round the accuracy of the model that a participant had trained when it last took part, or of the download.
+
+    Both are means over the participants that had taken part before, so that their difference is the gap (`scores.forgetting`).
+    """
+    last: dict[str, float] = {}
+    series = []
+    for record in result.history:
+        received = record.get("downloaded_clients") or {}
+        rates = [last[k] if contract.part == "trained" else float(received[k]) for k in received if k in last]
+        if rates:
+            series.append((record["round"], 100 * float(np.mean(rates))))
+        last.update(record.get("trained_clients") or {})
+    return series
 
 
 def loss_curve(contract: Contract, result: Result) -> Series:

@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-Kind = Literal["within", "better", "worse", "one seed", "holds", "fails", "scaled"]
+Kind = Literal["within", "better", "worse", "one seed", "holds", "fails", "differs", "scaled"]
 State = Literal["holds", "holds but for ties", "is undecided", "differs"]
 AS_PUBLISHED = "as published"
 SHARE = 0.95  # of the differences between two equal numbers that are called noise
@@ -28,6 +28,7 @@ WORDS = {
     "one seed": "one seed: no noise known",
     "holds": "as stated",
     "fails": "not as stated",
+    "differs": "another",  # of numbers of which neither less nor more is better
     "scaled": "scaled: not compared",
 }
 
@@ -62,9 +63,12 @@ class Verdict:
 
 
 def verdict(
-    published: Sample, ours: Sample, *, lower: bool = False, relation: str = "=", scaled: bool = False
+    published: Sample, ours: Sample, *, lower: bool | None = False, relation: str = "=", scaled: bool = False
 ) -> Verdict:
-    """Return the verdict on a number; with `lower` a smaller one is better, `relation` says of what kind the published is."""
+    """Return the verdict on a number; with `lower` a smaller one is better (None: neither is).
+
+    `relation` says of what kind the published number is.
+    """
     difference = ours.mean - published.mean
     if scaled:
         return Verdict("scaled", difference)
@@ -75,6 +79,8 @@ def verdict(
         return Verdict("one seed", difference)
     if abs(difference) <= bound or math.isclose(abs(difference), bound):
         return Verdict("within", difference, bound)
+    if lower is None:
+        return Verdict("differs", difference, bound)
     return Verdict("better" if (difference < 0) == lower else "worse", difference, bound)
 
 

@@ -69,8 +69,14 @@ def record_of(exhibit: Exhibit, readings: Sequence[Reading], plan: Plan, command
 def ranking_records(exhibit: Exhibit, readings: Sequence[Reading]) -> list[dict[str, Any]]:
     """Return an exhibit's rankings as plain values."""
     return [
-        {"where": r.where, "tau": r.tau, "pairs": r.pairs, "holds": r.holds, "state": r.state,
-         "swaps": [asdict(s) for s in r.swaps]}
+        {
+            "where": r.where,
+            "tau": r.tau,
+            "pairs": r.pairs,
+            "holds": r.holds,
+            "state": r.state,
+            "swaps": [asdict(s) for s in r.swaps],
+        }
         for r in rankings(exhibit, list(readings))
     ]
 
