@@ -16,7 +16,7 @@ from fedstill.core.errors import InputError
 from fedstill.data.dataset import dataset
 from fedstill.methods.pfedsd import PFedSD
 from fedstill.papers import Contract
-from fedstill.reproduce import filters, layout, score, sources, write
+from fedstill.reproduce import filters, layout, quick, score, sources, write
 from fedstill.reproduce.plan import find, joined, plan
 from fedstill.reproduce.reading import Reading, rankings
 from fedstill.reproduce.runner import Member, _step_of
@@ -445,3 +445,14 @@ def test_results_json_is_complete(tmp_path):
     assert cell["settings"]["method"]["id"] == "fedavg"
     assert files.digest(made[0].read_bytes())
     assert "| FMNIST" in made[1].read_text()
+
+
+def test_the_estimate_of_the_list_counts_local_steps():
+    """20 steps of 20 samples, of 10 of 100 clients in 600 rounds, and a third of that time for a test sample."""
+    (by_steps,) = [t.experiment for t in plan(find(["pfedkd-wcl/table1-steps"]), "synthetic-mlr,fedavg", 1).wanted]
+    (by_epochs,) = [t.experiment for t in plan(find(["pfedkd-wcl/table1"]), "synthetic-mlr,fedavg", 1).wanted]
+    clock = quick.Clock("")
+    clock._step = lambda experiment, data: 1.0
+    samples, tests = len(clock._shelf.dataset(by_steps.data, "")), 0.25 / 3
+    assert clock._run(by_steps) == pytest.approx(600 * (10 * 20 * 20 + samples * tests))
+    assert clock._run(by_epochs) == pytest.approx(600 * (samples * 0.75 * 0.1 * 20 + samples * tests))
