@@ -204,6 +204,15 @@ def test_papers_lists_what_there_is(capsys):
     assert main(["papers", "pfedkd"]) == 2
 
 
+@pytest.mark.parametrize("columns", [80, 140])
+def test_the_list_fits_the_screen(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for words in (["fedbsd"], ["pfedsd"], ["fedbsd/fig3"]):
+        assert main(["papers", *words]) == 0
+        said = capsys.readouterr().out
+        assert [line for line in said.splitlines() if len(line) > columns] == []
+
+
 def test_the_estimate_is_near_what_it_takes(tmp_path):
     """Within a factor of 4 here, because other tests run beside this one; within 2 on a quiet machine (docs/reproducing.md)."""
     planned = plan(find([TABLE]), "synthetic-mlr,fedavg,pfedkd-wcl", 1, Scale(0.03), {"device": "cpu"})
