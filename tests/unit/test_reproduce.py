@@ -18,7 +18,7 @@ from fedstill.methods.pfedsd import PFedSD
 from fedstill.papers import Contract
 from fedstill.reproduce import filters, layout, quick, score, sources, write
 from fedstill.reproduce.plan import find, joined, plan
-from fedstill.reproduce.reading import Reading, rankings
+from fedstill.reproduce.reading import Reading, rankings, read
 from fedstill.reproduce.runner import Member, _step_of
 from fedstill.reproduce.scale import Scale
 from fedstill.reproduce.score import Unscored
@@ -456,3 +456,41 @@ def test_the_estimate_of_the_list_counts_local_steps():
     samples, tests = len(clock._shelf.dataset(by_steps.data, "")), 0.25 / 3
     assert clock._run(by_steps) == pytest.approx(600 * (10 * 20 * 20 + samples * tests))
     assert clock._run(by_epochs) == pytest.approx(600 * (samples * 0.75 * 0.1 * 20 + samples * tests))
+
+
+class Shelved:
+    """Stands for a store: the results by seed, "" for one that failed."""
+
+    def __init__(self, rates):
+        self.rates = rates
+
+    def name(self, experiment, scale):
+        return f"seed{experiment.seed}"
+
+    def read(self, experiment, scale):
+        seed = experiment.seed
+        if seed >= len(self.rates) or self.rates[seed] is None:
+            return None
+        if self.rates[seed] == "":
+            return Result(f"seed{seed}", seed, failed="the loss is nan")
+        record = {"round": 1, "personal_clients": {"0": self.rates[seed]}, "samples": {"0": 5}, "participants": [0]}
+        return Result(f"seed{seed}", seed, history=[record])
+
+
+@pytest.mark.parametrize(
+    ("rates", "state", "said"),
+    [
+        ([0.95, 0.96, 0.97], "done", "better"),
+        ([0.95, 0.96, ""], "failed", "2 of 3 seeds"),  # what did not fail is no fair sample
+        ([0.95, "", ""], "failed", "1 of 3 seeds"),
+        ([0.95, None, ""], "failed", "1 of 3 seeds"),
+        ([0.95, 0.96, None], "partial", "2 of 3 seeds"),
+    ],
+)
+def test_only_a_cell_with_all_its_seeds_is_judged(rates, state, said):
+    planned = plan([TABLE2], "fmnist-dirichlet-20,fedavg", 3)
+    readings = read(planned, Shelved(rates), Shelf(), "", {})[TABLE2.name]
+    (reading,) = [one for one in readings if one.cell.id == planned.chosen[0].cells[0].id]
+    assert reading.state == state
+    assert (reading.verdict is None) == (said != "better")
+    assert said in layout.judged(reading)

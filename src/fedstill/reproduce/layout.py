@@ -105,7 +105,9 @@ def judged(reading: Reading) -> str:
     """Return the difference and the verdict."""
     if reading.verdict is None:
         return (
-            "" if reading.state == "done" or not reading.values else f"{len(reading.values)} of {reading.seeds} seeds"
+            ""
+            if not reading.values or len(reading.values) == reading.seeds
+            else f"{len(reading.values)} of {reading.seeds} seeds"
         )
     difference = f"{reading.verdict.difference:+.2f}".replace("-", "−")
     return f"{difference} {SHORT[reading.verdict.kind]}"

@@ -116,12 +116,11 @@ def _read(
                 results.append(result)
             except Unscored as error:
                 problems.append(f"seed {experiment.seed}: {error}")
-    failed = len(problems)
     if len(problems) > 1 and len({problem.partition(": ")[2] for problem in problems}) == 1:
         problems = [f"{len(problems)} seeds: {problems[0].partition(': ')[2]}"]
     against = published(cell, part.exhibit)
     judged = None
-    if against is not None and values and len(values) + failed == seeds:
+    if against is not None and values and len(values) == seeds:  # those that did not fail are no fair sample
         lower = None if cell.contract.metric in NEUTRAL else cell.contract.metric in LOWER
         judged = verdict(against, Sample.of(values), lower=lower, relation=cell.relation, scaled=not plan.scale.whole)
     return Reading(
