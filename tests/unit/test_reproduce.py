@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 import re
@@ -494,3 +495,17 @@ def test_only_a_cell_with_all_its_seeds_is_judged(rates, state, said):
     assert reading.state == state
     assert (reading.verdict is None) == (said != "better")
     assert said in layout.judged(reading)
+
+
+@pytest.mark.parametrize("name", ["pfedsd/fig5", "pfedsd/fig7", "pfedsd/fig8", "pfedsd/fig6"])
+def test_every_line_of_a_figures_csv_says_its_scale(name):
+    cell = papers.exhibit(name).cells[0]
+    kinds = {
+        "pfedsd/fig5": {"counts": np.ones((2, 3), np.int64)},
+        "pfedsd/fig7": {"distribution": (1.0, 2.0)},
+        "pfedsd/fig6": {"curves": ([(1, 2.0), (2, 3.0)],)},
+    }
+    table = write.table_of([Reading(cell, 1, values=(1.0,), **kinds.get(name, {}))], Scale(0.1))
+    head, *lines = list(csv.reader(table.splitlines()))
+    assert lines
+    assert all(dict(zip(head, line, strict=True))["scale"] == "0.1" for line in lines)
