@@ -54,6 +54,7 @@ def test_a_table_beside_the_published_numbers(whole, capsys):
     for cell in cells.values():
         assert cell["state"] == "done"
         assert len(cell["values"]) == len(cell["runs"]) == 2
+        assert cell["verdict"] == "scaled"
         assert cell["difference"] == pytest.approx(sum(cell["values"]) / 2 - cell["published"])
         assert all(len(run["partition"]) == 64 for run in cell["runs"])
         assert all(run["command"].startswith("fedstill reproduce") for run in cell["runs"])
@@ -208,6 +209,15 @@ def test_papers_lists_what_there_is(capsys):
     said = capsys.readouterr().out
     assert "89.48 ± 0.01" in said
     assert main(["papers", "pfedkd"]) == 2
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_the_list_fits_the_screen(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for words in (["fedbsd"], ["pfedsd"], ["fedbsd/fig3"]):
+        assert main(["papers", *words]) == 0
+        said = capsys.readouterr().out
+        assert [line for line in said.splitlines() if len(line) > columns] == []
 
 
 def test_the_estimate_is_near_what_it_takes(tmp_path):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,9 +17,9 @@ from fedstill.core.errors import InputError
 from fedstill.data.dataset import dataset
 from fedstill.methods.pfedsd import PFedSD
 from fedstill.papers import Contract
-from fedstill.reproduce import filters, layout, score, sources, write
+from fedstill.reproduce import filters, layout, quick, score, sources, write
 from fedstill.reproduce.plan import find, joined, plan
-from fedstill.reproduce.reading import Reading, rankings
+from fedstill.reproduce.reading import Reading, rankings, read
 from fedstill.reproduce.runner import Member, _step_of
 from fedstill.reproduce.scale import Scale
 from fedstill.reproduce.score import Unscored
@@ -123,6 +125,16 @@ def test_scores_that_change_no_training_are_joined():
     assert joined(asked, dataclasses.replace(plain, fine_tune=4)) is None
     for other in ({"rounds": 6}, {"newcomers": 2}, {"method": PFedSD(lam=0.3)}, {"eval_every": 2}):
         assert joined(plain, dataclasses.replace(plain, **other)) is None
+
+
+def test_a_run_is_called_by_its_method_and_what_the_variant_sets():
+    (trial,) = [t for t in plan(find(["pfedsd/fig8"]), "fmnist/lam-0.1/tau-3", 1).wanted if t.seeds]
+    assert trial.label == "fmnist-r60 · pfedsd · lam 0.1 · tau 3.0"
+    labels = {t.label for t in plan(find(["pfedsd/table11"]), "pfedsd", 1).wanted}
+    assert labels == {"cifar100-r60 · pfedsd · teacher predictions", "cifar100-r60 · pfedsd · teacher model"}
+    assert {t.label for t in plan(find(["pfedsd/fig2"]), "", 1).wanted} == {
+        "cifar10-dirichlet-100 · fedavg", "cifar100-dirichlet-100 · fedavg",
+    }  # fmt: skip
 
 
 def test_seeds_are_the_papers_or_the_flags():
@@ -248,6 +260,23 @@ def test_what_is_relative_needs_its_reference():
         score.number(gain, ours, WHOLE, None)
     with pytest.raises(Unscored, match=r"99.00 % not reached in 3 rounds, best 60.00 %"):
         score.number(Contract(metric="rounds-to-target", target=99.0), ours, WHOLE)
+
+
+def test_a_reference_takes_all_its_rounds_to_its_own_last_accuracy():
+    """Table 4 of the first paper: FedPer 100, pFedSD 20 (5×): "the same accuracy as running FedPer for 100 rounds"."""
+
+    def ran(folder, rates):
+        records = [
+            {"round": t, "personal_clients": {"0": rate}, "samples": {"0": 5}} for t, rate in enumerate(rates, 1)
+        ]
+        return Result(folder, 0, history=records)
+
+    fedper, pfedsd = ran("fedper", [0.6] * 50 + [0.5] * 50), ran("pfedsd", [0.1] * 19 + [0.55] * 81)
+    rounds = Contract(metric="rounds-to-target", reference={"method": "fedper"})
+    assert score.number(rounds, fedper, WHOLE, fedper) == 100  # though its accuracy was as high after the first
+    assert score.number(rounds, pfedsd, WHOLE, fedper) == 20
+    speed = Contract(metric="rounds-speedup", reference={"method": "fedper"})
+    assert score.number(speed, pfedsd, WHOLE, fedper) == 5
 
 
 def test_what_was_not_scored_is_named():
@@ -378,9 +407,13 @@ def test_a_table_fits_the_width_and_has_every_number(width):
 
 
 def test_scaled_numbers_say_so_wherever_a_verdict_stands():
-    for text in (layout.text(TABLE2, readings(), Scale(0.1)), layout.markdown(TABLE2, readings(), Scale(0.1))):
+    own = readings()
+    own = [dataclasses.replace(one, verdict=verdict(Sample(0.0), one.ours, scaled=True)) for one in own]
+    for text in (layout.text(TABLE2, own, Scale(0.1)), layout.markdown(TABLE2, own, Scale(0.1))):
         assert "SCALED to 0.1" in text
-        assert "verdicts (SCALED)" in text
+        assert "SCALED: differences from the whole, of which there are no verdicts" in " ".join(text.split())
+        assert "ranking (SCALED) in" in text
+        assert not re.search("noise \\d|better|worse", text)
 
 
 def test_a_failed_cell_is_named_and_a_missing_one_too():
@@ -413,3 +446,66 @@ def test_results_json_is_complete(tmp_path):
     assert cell["settings"]["method"]["id"] == "fedavg"
     assert files.digest(made[0].read_bytes())
     assert "| FMNIST" in made[1].read_text()
+
+
+def test_the_estimate_of_the_list_counts_local_steps():
+    """20 steps of 20 samples, of 10 of 100 clients in 600 rounds, and a third of that time for a test sample."""
+    (by_steps,) = [t.experiment for t in plan(find(["pfedkd-wcl/table1-steps"]), "synthetic-mlr,fedavg", 1).wanted]
+    (by_epochs,) = [t.experiment for t in plan(find(["pfedkd-wcl/table1"]), "synthetic-mlr,fedavg", 1).wanted]
+    clock = quick.Clock("")
+    clock._step = lambda experiment, data: 1.0
+    samples, tests = len(clock._shelf.dataset(by_steps.data, "")), 0.25 / 3
+    assert clock._run(by_steps) == pytest.approx(600 * (10 * 20 * 20 + samples * tests))
+    assert clock._run(by_epochs) == pytest.approx(600 * (samples * 0.75 * 0.1 * 20 + samples * tests))
+
+
+class Shelved:
+    """Stands for a store: the results by seed, "" for one that failed."""
+
+    def __init__(self, rates):
+        self.rates = rates
+
+    def name(self, experiment, scale):
+        return f"seed{experiment.seed}"
+
+    def read(self, experiment, scale):
+        seed = experiment.seed
+        if seed >= len(self.rates) or self.rates[seed] is None:
+            return None
+        if self.rates[seed] == "":
+            return Result(f"seed{seed}", seed, failed="the loss is nan")
+        record = {"round": 1, "personal_clients": {"0": self.rates[seed]}, "samples": {"0": 5}, "participants": [0]}
+        return Result(f"seed{seed}", seed, history=[record])
+
+
+@pytest.mark.parametrize(
+    ("rates", "state", "said"),
+    [
+        ([0.95, 0.96, 0.97], "done", "better"),
+        ([0.95, 0.96, ""], "failed", "2 of 3 seeds"),  # what did not fail is no fair sample
+        ([0.95, "", ""], "failed", "1 of 3 seeds"),
+        ([0.95, None, ""], "failed", "1 of 3 seeds"),
+        ([0.95, 0.96, None], "partial", "2 of 3 seeds"),
+    ],
+)
+def test_only_a_cell_with_all_its_seeds_is_judged(rates, state, said):
+    planned = plan([TABLE2], "fmnist-dirichlet-20,fedavg", 3)
+    readings = read(planned, Shelved(rates), Shelf(), "", {})[TABLE2.name]
+    (reading,) = [one for one in readings if one.cell.id == planned.chosen[0].cells[0].id]
+    assert reading.state == state
+    assert (reading.verdict is None) == (said != "better")
+    assert said in layout.judged(reading)
+
+
+@pytest.mark.parametrize("name", ["pfedsd/fig5", "pfedsd/fig7", "pfedsd/fig8", "pfedsd/fig6"])
+def test_every_line_of_a_figures_csv_says_its_scale(name):
+    cell = papers.exhibit(name).cells[0]
+    kinds = {
+        "pfedsd/fig5": {"counts": np.ones((2, 3), np.int64)},
+        "pfedsd/fig7": {"distribution": (1.0, 2.0)},
+        "pfedsd/fig6": {"curves": ([(1, 2.0), (2, 3.0)],)},
+    }
+    table = write.table_of([Reading(cell, 1, values=(1.0,), **kinds.get(name, {}))], Scale(0.1))
+    head, *lines = list(csv.reader(table.splitlines()))
+    assert lines
+    assert all(dict(zip(head, line, strict=True))["scale"] == "0.1" for line in lines)

@@ -69,6 +69,11 @@ def test_verdicts(ours, lower, kind):
     assert got.difference == pytest.approx(ours.mean - 90)
 
 
+def test_a_share_of_time_is_neither_better_nor_worse():
+    assert verdict(Sample(12.7), Sample(0.0, 0.1, 3), lower=None).kind == "differs"
+    assert verdict(Sample(12.7), Sample(12.7, 0.1, 3), lower=None).kind == "within"
+
+
 def test_bounds_are_held_or_not():
     assert verdict(Sample(98), Sample(98.5, None, 1), relation=">").kind == "holds"
     assert verdict(Sample(98), Sample(97.5, 0.1, 3), relation=">").kind == "fails"
@@ -97,7 +102,12 @@ def test_kendalls_tau_by_its_definition():
     assert not ranking.holds
     assert rank(entries([1, 2, 3], [10, 20, 30])).tau == 1
     assert rank(entries([1, 2, 3], [3, 2, 1])).tau == -1
-    assert rank(entries([1, 2, 3], [5, 5, 6])).tau == pytest.approx(2 / 3)  # a tie counts for neither
+    assert rank(entries([1, 2, 3], [5, 5, 6])).tau == pytest.approx(
+        2 / math.sqrt(3 * 2)
+    )  # τ_b: 2 agree, of 3 and 2 ordered
+    assert rank(entries([1, 1, 3], [5, 6, 7])).tau == pytest.approx(2 / math.sqrt(2 * 3))
+    assert rank(entries([1, 1, 3], [6, 6, 7])).tau == 1
+    assert rank(entries([1, 2], [5, 5])).tau == 0
     assert rank(entries([1], [1])) is None
 
 
@@ -110,14 +120,29 @@ def test_less_is_better_turns_both_orders():
 def test_swaps_within_the_noise_are_ties():
     # std 0.3 over 3 seeds: differences up to 0.68 are noise
     near = rank(entries([90.0, 91.0], [90.5, 90.0], 0.3, 3))
-    assert near.holds
+    assert near.state == "is undecided"  # our noise hides the order, which neither holds nor is contradicted
+    assert not near.holds
     assert near.tau == -1
     assert near.swaps[0].tie == "a tie by the noise here"
     both = rank(entries([90.0, 90.5], [90.5, 90.0], 0.3, 3))
     assert both.swaps[0].tie == "a tie by the noise as published and here"
+    assert both.state == "holds but for ties"
     far = rank(entries([90.0, 91.0], [91.0, 90.0], 0.3, 3))
     assert not far.holds
     assert "m1 above m0 by 1.00 as published, 1.00 below here" in far.lines()[1]
+
+
+def test_equal_numbers_are_no_order():
+    equal = rank(entries([90.0, 91.0], [50.0, 50.0], 0.3, 3))
+    assert equal.state == "is undecided"
+    assert "m1 above m0 by 1.00 as published, equal here" in equal.lines()[1]
+    assert rank(entries([90.0, 90.0], [50.0, 60.0], 0.3, 3)).state == "holds"  # the paper has no order to hold
+
+
+def test_scaled_numbers_have_no_verdict():
+    for relation in ("=", ">", "<"):
+        got = verdict(Sample(100.0), Sample(2.0, 0.0, 3), lower=True, relation=relation, scaled=True)
+        assert (got.kind, got.difference) == ("scaled", -98)
 
 
 def test_one_seed_says_that_no_noise_is_known():

@@ -55,11 +55,11 @@ def _list(exhibits: Sequence[Exhibit], root: str, width: int, clock: quick.Clock
             lines += textwrap.wrap(
                 " ".join(about["note"].split()), width - 2, initial_indent="  ", subsequent_indent="  "
             )
-        rows = [_row(exhibit, root, clock) for exhibit in own]
+        rows = [_row(exhibit, root, clock, width // 4) for exhibit in own]
         heads = ("exhibit", "cells", "runs", "about", "data", "shows")
         columns = [(head, [row[i] for row in rows]) for i, head in enumerate(heads[:-1])]
         texts = aligned(columns)
-        room = max(20, width - max(map(len, texts)) - 2)
+        room = max(10, width - max(map(len, texts)) - 2)
         longest = max(map(len, texts))
         for number, text in enumerate(texts):
             what = "shows" if number == 0 else "" if number == 1 else rows[number - 2][-1]
@@ -75,13 +75,28 @@ def _list(exhibits: Sequence[Exhibit], root: str, width: int, clock: quick.Clock
     return lines
 
 
-def _row(exhibit: Exhibit, root: str, clock: quick.Clock) -> tuple[str, ...]:
+def _row(exhibit: Exhibit, root: str, clock: quick.Clock, room: int) -> tuple[str, ...]:
     planned = plan([exhibit])
     runs = sum(trial.seeds for trial in planned.trials if trial.trains)
     needs = sources.needs((trial.experiment for trial in planned.trials), root)
-    data = " ".join(need.mark for need in needs) or "generated"
+    data = _marks([need.mark for need in needs], room) or "generated"
     cost = _cost(planned, clock)
     return exhibit.id, str(len(exhibit.cells)), str(runs), cost, data, exhibit.title
+
+
+def _marks(marks: Sequence[str], room: int) -> str:
+    """Return as many of the data as there is room for, the missing ones first, and how many more there are.
+
+    >>> _marks(["mnist", "svhn✗"], 20), _marks(["mnist", "svhn✗", "usps✗"], 9)
+    ('mnist svhn✗', 'svhn✗ +2')
+    """
+    if len(" ".join(marks)) <= room:
+        return " ".join(marks)
+    first = sorted(marks, key=lambda mark: not mark.endswith("✗"))
+    shown = len(first)
+    while shown > 1 and len(" ".join(first[:shown])) + len(f" +{len(first) - shown}") > room:
+        shown -= 1
+    return f"{' '.join(first[:shown])} +{len(first) - shown}"
 
 
 def _cost(planned: Plan, clock: quick.Clock) -> str:
@@ -100,14 +115,14 @@ def _exhibit(exhibit: Exhibit, root: str, width: int, clock: quick.Clock) -> lis
     lines.append(
         f"{len(exhibit.cells)} cells from {runs} runs, {exhibit.seeds} seeds each; about {_cost(planned, clock)} here"
     )
-    lines.append(f"data: {', '.join(need.words for need in needs) or 'generated'}")
+    lines += textwrap.wrap(f"data: {', '.join(need.words for need in needs) or 'generated'}", width)
     for need in needs:
         if not need.present:
             lines += textwrap.wrap(
                 f"  {need.name} needs {', '.join(need.missing)}{need.contents}", width, subsequent_indent="    "
             )
     if exhibit.unstated:
-        lines.append(f"not stated by the paper, ours: {', '.join(exhibit.unstated)}")
+        lines += textwrap.wrap(f"not stated by the paper, ours: {', '.join(exhibit.unstated)}", width)
     columns = [
         ("cell", [cell.id for cell in exhibit.cells]),
         ("row", [cell.row for cell in exhibit.cells]),

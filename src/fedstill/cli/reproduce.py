@@ -182,4 +182,4 @@ class Lines:
 def _work(member: Member) -> float:
     """Return about how much a run is, in passes over its data."""
     e = member.experiment
-    return math.ceil(e.rounds * e.participation * (e.epochs + 1))
+    return math.ceil(e.rounds * e.participation * ((e.local_steps or e.epochs) + 1))

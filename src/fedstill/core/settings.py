@@ -8,6 +8,7 @@ class of settings that also depend on one another.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
 import types
@@ -42,9 +43,15 @@ def fields_of(cls: type) -> list[dataclasses.Field[Any]]:
     return [f for f in dataclasses.fields(cls) if "help" in f.metadata]
 
 
-def types_of(cls: type) -> dict[str, Any]:
+def types_of(cls: type) -> Mapping[str, Any]:
     """Return the type of every field, by name."""
-    return typing.get_type_hints(cls)
+    return _hints(cls)
+
+
+@functools.cache
+def _hints(cls: Any) -> Mapping[str, Any]:
+    """Resolve a class's annotations, once: that takes longer than all of a check."""
+    return types.MappingProxyType(typing.get_type_hints(cls))
 
 
 def values_of(settings: Any) -> dict[str, Any]:

@@ -41,7 +41,10 @@ METRICS = {
     "accuracy-curve": Metric("%", "accuracy by round", curve=True),
     "loss-curve": Metric("", "training loss by round: the data term alone", curve=True),
     "forgetting": Metric(
-        "%", "participants' accuracy by round, before or after training", curve=True, parts=("downloaded", "trained")
+        "%",
+        "accuracy of the download, or of the model last trained, of participants by round",
+        curve=True,
+        parts=("downloaded", "trained"),
     ),
     "client-accuracies": Metric("%", "the clients' accuracies, as a distribution", curve=True),
     "partition": Metric("", "samples by client and class", curve=True),

@@ -1,6 +1,6 @@
 """What a plan would cost on this machine: a few steps of each distinct kind of work are timed, and counted up to the whole.
 
-Work is alike where method, model, batch, local epochs, engine and the shape of a sample are. Clients that are trained one by
+Work is alike where method, model, settings of training, engine and the shape of a sample are. Clients that are trained one by
 one are timed on a few of them with a few batches each; rounds of stacks, and rounds that are short, are timed as they are.
 Rounds, clients, steps and test samples are those of the real partition.
 """
@@ -43,6 +43,11 @@ CUT: dict[str, Any] = {
 }  # fmt: skip
 
 
+OF_THE_WHOLE = {  # settings that change how many steps and tests there are, not how long one takes
+    *CUT, "seed", "data", "partition", "clients", "participation", "pool", "split", "newcomers", "join_epochs",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Probe:
     """What was timed of one kind of work, on participants whose clients have `size` training samples in the mean."""
@@ -54,9 +59,10 @@ class Probe:
     steps: float = 0.0  # of a participant's round
     flops: float | None = None  # of a participant's round
 
-    def steps_of(self, size: int, batch: int) -> float:
-        """Return the steps of a participant with so many samples."""
-        return self.steps * -(-size // batch) / -(-self.size // batch)
+    def steps_of(self, size: int, experiment: Experiment) -> float:
+        """Return the steps of a participant with so many samples: in proportion where they are counted in epochs."""
+        batch = experiment.batch_size
+        return self.steps if experiment.local_steps else self.steps * -(-size // batch) / -(-self.size // batch)
 
 
 @dataclass(frozen=True)
@@ -108,13 +114,14 @@ def _estimate(
     participants = count(len(federation) - e.newcomers, e.participation)
     scorings = -(-e.rounds // e.eval_every)
     method = (type(e.method).id, *settings.values_of(e.method).items())
-    kind = repr((method, e.model, e.head, e.batch_size, e.epochs, e.momentum, e.device, federation.shape))
+    others = {name: value for name, value in settings.values_of(e).items() if name not in OF_THE_WHOLE}
+    kind = repr((method, others, federation.shape, federation.classes))
     whole = repr((kind, e.data, e.partition, e.clients, e.participation, side))
     if engine != "stacked" and whole not in probes:
         if kind not in probes:
             probes[kind] = _probe_few(e, federation)
         probe = probes[kind]
-        steps = probe.steps_of(size, e.batch_size)
+        steps = probe.steps_of(size, e)
         if participants * steps * probe.train < SHORT:
             probes[whole] = _probe_whole([e], [federation], engine)
     elif whole not in probes:
@@ -125,10 +132,9 @@ def _estimate(
         seconds = e.rounds * probe.train + scorings * probe.test
     else:
         tests = sum(federation.sizes("test")) + (0 if federation.test is None else len(federation.test[1]))
-        seconds = (
-            e.rounds * participants * probe.steps_of(size, e.batch_size) * probe.train + scorings * tests * probe.test
-        )
-    flops = None if probe.flops is None else probe.flops * size / probe.size * participants * e.rounds * len(left)
+        seconds = e.rounds * participants * probe.steps_of(size, e) * probe.train + scorings * tests * probe.test
+    share = 1.0 if e.local_steps else size / probe.size
+    flops = None if probe.flops is None else probe.flops * share * participants * e.rounds * len(left)
     seconds = (seconds + probe.start) * len(left) / side + reading * len(left)
     return Estimate(trial, len(left), seconds, flops, int(bytes_))
 

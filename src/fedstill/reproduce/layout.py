@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ..papers import Exhibit, Panel
 from ..report.costs import NONE
+from ..run.evaluate import FIXED, WORDS
 from .reading import Reading, rankings
 from .scale import Scale
 from .verdict import Sample
@@ -19,6 +20,8 @@ SHORT = {
     "one seed": "1 seed",
     "holds": "as stated",
     "fails": "not so",
+    "differs": "differs",
+    "scaled": "scaled",
 }
 GAP = "  "
 
@@ -58,7 +61,8 @@ def _panel(panel: Panel, readings: Sequence[Reading], width: int) -> list[str]:
             taken += 1
         shown, columns = columns[:taken], columns[taken:]
         lines += [""] if lines else []
-        lines.append((" " * left + GAP + GAP.join(column.rjust(wide[column]) for column in shown)).rstrip())
+        if any(shown):
+            lines.append((" " * left + GAP + GAP.join(column.rjust(wide[column]) for column in shown)).rstrip())
         lines.append("─" * used)
         for number, name in enumerate(names):
             parts = [blocks[column][number] for column in shown]
@@ -101,7 +105,9 @@ def judged(reading: Reading) -> str:
     """Return the difference and the verdict."""
     if reading.verdict is None:
         return (
-            "" if reading.state == "done" or not reading.values else f"{len(reading.values)} of {reading.seeds} seeds"
+            ""
+            if not reading.values or len(reading.values) == reading.seeds
+            else f"{len(reading.values)} of {reading.seeds} seeds"
         )
     difference = f"{reading.verdict.difference:+.2f}".replace("-", "−")
     return f"{difference} {SHORT[reading.verdict.kind]}"
@@ -125,6 +131,10 @@ def unit_line(exhibit: Exhibit, readings: Sequence[Reading]) -> str:
             mean = {"client": "mean per client", "sample": "mean per sample", "training": "mean by training size"}
             whose = {"common": "common test set", "all": f"all clients, {mean[contract.mean]}"}
             clients = whose.get(str(contract.clients), f"{contract.clients}, {mean[contract.mean]}")
+            if not isinstance(contract.clients, str):
+                clients = f"client {contract.clients}"
+            if contract.model in FIXED and contract.clients != "common":
+                clients = WORDS[contract.model].rpartition(", ")[2]  # their mean is the same whatever a contract says
             of_round = {"last": "last round", "mean10": "mean of the last 10", "best-test": "best round ON TEST DATA"}
             round = of_round.get(str(contract.round), f"round {contract.round}")
             words[f"{what.what.partition(' of a model')[0]}{unit}: {contract.model} model, {clients}, {round}"] = None
@@ -149,10 +159,10 @@ def notes_of(exhibit: Exhibit, readings: Sequence[Reading], scale: Scale) -> lis
         theirs = f"; published ± over {spread}" if spread and any(r.cell.spread is not None for r in readings) else ""
         lines.append(f"ours: mean ± standard deviation (n − 1) over {over} seed{'s' if seeds != [1] else ''}{theirs}")
     if compared:
-        mark = " Scaled: a verdict says how scaled numbers stand to whole ones." if not scale.whole else ""
         kinds = [reading.verdict.kind for reading in compared if reading.verdict is not None]
         tally = ", ".join(f"{SHORT[kind]} {kinds.count(kind)}" for kind in SHORT if kind in kinds)
-        lines.append(f"verdicts{' (SCALED)' if not scale.whole else ''}: {tally}, of {len(compared)} cells.{mark}")
+        none = "SCALED: differences from the whole, of which there are no verdicts"
+        lines.append(f"verdicts: {tally}, of {len(compared)} cells" if scale.whole else none)
         if any(kind in ("within", "better", "worse") for kind in kinds):
             lines.append(
                 "noise: at most t₉₅ standard errors of the difference, of both spreads and numbers of seeds (Welch)"
@@ -160,7 +170,7 @@ def notes_of(exhibit: Exhibit, readings: Sequence[Reading], scale: Scale) -> lis
         if "one seed" in kinds:
             lines.append("1 seed: no noise known")
     for ranking in rankings(exhibit, list(readings)):
-        lines += ranking.lines()
+        lines += ranking.lines(scaled=not scale.whole)
     problems: dict[str, list[str]] = {}
     for reading in readings:
         if reading.problem:

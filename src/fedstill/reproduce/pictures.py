@@ -36,7 +36,8 @@ def draw(exhibit: Exhibit, readings: Sequence[Reading], scale: Scale, folder: Pa
     figure = _figure(width, 1.0 + 3.7 * down)
     grid = figure.subplots(down, across, squeeze=False)
     for axes, panel in zip(grid.flat, shown, strict=False):
-        painter(axes, panel, _of(panel, readings))
+        own = _of(panel, readings)
+        (_curves if any(reading.curves for reading in own) else painter)(axes, panel, own)
         axes.set_title(panel.title, loc="left", fontsize=11, color=INK)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors="#444444", labelsize=9)
@@ -44,7 +45,8 @@ def draw(exhibit: Exhibit, readings: Sequence[Reading], scale: Scale, folder: Pa
     for axes in grid.flat[len(shown) :]:
         axes.set_axis_off()
     _legend(figure, [axes for axes in grid.flat[: len(shown)]])
-    scaled = "" if scale.whole else f" — SCALED to {scale.share:g}, beside the published numbers of the whole"
+    beside = ", beside the published numbers of the whole" if _published(readings) else ""
+    scaled = "" if scale.whole else f" — SCALED to {scale.share:g}{beside}"
     title = textwrap.fill(f"{exhibit.name}: {exhibit.title}{scaled}", round(9 * width))
     figure.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold", color=INK)
     made = []
@@ -62,6 +64,10 @@ def draw(exhibit: Exhibit, readings: Sequence[Reading], scale: Scale, folder: Pa
 
 def _of(panel: Panel, readings: Sequence[Reading]) -> list[Reading]:
     return [reading for reading in readings if reading.cell.panel == panel.id]
+
+
+def _published(readings: Sequence[Reading]) -> bool:
+    return any(reading.cell.published is not None for reading in readings)
 
 
 def _has_numbers(reading: Reading) -> bool:
@@ -90,7 +96,8 @@ def _bars(axes: Axes, panel: Panel, readings: Sequence[Reading]) -> None:
                         x, reading.cell.published, reading.cell.spread, fmt="D", color=INK, markersize=4, mfc="white"
                     )
         axes.bar(0, 0, 0, color=colour, alpha=0.75, label=name or "ours")
-    axes.errorbar([], [], [], fmt="D", color=INK, markersize=4, mfc="white", label="published")
+    if _published(readings):
+        axes.errorbar([], [], [], fmt="D", color=INK, markersize=4, mfc="white", label="published")
     axes.set_xticks(range(len(groups)), [_broken(group) for group in groups], fontsize=8)
     _from_lowest(axes, readings)
     axes.grid(axis="y", color="#e6e6e6")
@@ -107,9 +114,12 @@ def _from_lowest(axes: Axes, readings: Sequence[Reading]) -> None:
 
 def _curves(axes: Axes, panel: Panel, readings: Sequence[Reading]) -> None:
     """Draw curves by round, a band of ± std over seeds around each; the published number is a mark at the end."""
-    for number, reading in enumerate(readings):
+    by_row = len({r.cell.row for r in readings}) > 1
+    names = list(dict.fromkeys(r.cell.row if by_row else r.cell.label for r in readings))
+    for reading in readings:
+        label = reading.cell.row if by_row else reading.cell.label
+        number = names.index(label)  # a curve and the numbers that are printed of it are of one colour
         colour, style = COLOURS[number % len(COLOURS)], LINESTYLES[number // len(COLOURS) % len(LINESTYLES)]
-        label = reading.cell.row if len({r.cell.row for r in readings}) > 1 else reading.cell.label
         points = mean_curve(reading.curves)
         if points:
             x, mean = [p[0] for p in points], np.array([p[1] for p in points])
@@ -176,17 +186,25 @@ def _violins(axes: Axes, panel: Panel, readings: Sequence[Reading]) -> None:
     """Draw the distribution over the clients, all seeds together, with median and mean."""
     shown = [reading for reading in readings if reading.distribution]
     if shown:
-        parts: Mapping[str, Any] = axes.violinplot([r.distribution for r in shown], showmedians=True, showmeans=True)
+        parts: Mapping[str, Any] = axes.violinplot([r.distribution for r in shown], showmedians=True)
         for body, colour in zip(parts["bodies"], COLOURS * 9, strict=False):
             body.set_facecolor(colour)
+        for name in ("cbars", "cmins", "cmaxes", "cmedians"):
+            parts[name].set_color(INK)
+            parts[name].set_linewidth(2.0 if name == "cmedians" else 0.8)
+        parts["cmedians"].set_label("median")
+        means = [float(np.mean(r.distribution)) for r in shown]
+        axes.plot(range(1, len(shown) + 1), means, "o", color=INK, mfc="white", label="mean")
     names = [r.cell.row if len({r.cell.row for r in readings}) > 1 else r.cell.label for r in shown]
     axes.set_xticks(range(1, len(shown) + 1), [_broken(name) for name in names], fontsize=8)
-    axes.set_ylabel(panel.y or "accuracy of a client (%)")
+    axes.set_ylabel(panel.x or "accuracy of a client (%)")  # the paper's histograms have the accuracy across
     axes.grid(axis="y", color="#e6e6e6")
 
 
 def _bubbles(axes: Axes, panel: Panel, readings: Sequence[Reading]) -> None:
     """Draw clients × classes, the area of a bubble by the number of samples."""
+    from matplotlib.ticker import MaxNLocator
+
     counts = next((r.counts for r in readings if r.counts is not None), None)
     if counts is None:
         return
@@ -197,6 +215,8 @@ def _bubbles(axes: Axes, panel: Panel, readings: Sequence[Reading]) -> None:
     )
     axes.set_xlabel(panel.x or "client")
     axes.set_ylabel(panel.y or "class")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(color="#efefef")
 
 

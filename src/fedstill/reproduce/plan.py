@@ -10,7 +10,6 @@ from typing import Any
 from .. import papers
 from ..core import settings
 from ..core.errors import InputError, nearest
-from ..methods import METHODS
 from ..papers import Cell, Exhibit
 from ..run.experiment import Experiment
 from . import filters
@@ -176,8 +175,6 @@ def joined(a: Experiment, b: Experiment) -> Experiment | None:
 
 def label_of(cell: Cell, experiment: Experiment) -> str:
     """Return what a trial is called while it runs: its setting, and its method with the fields that the variant sets."""
-    method = experiment.method.id
-    label = cell.label if cell.label.lower().replace("-", "") != method.replace("-", "") else method
-    name = label if method in METHODS and label else method
-    others = [word for word in (cell.row, cell.column) if word and word not in (cell.label, cell.setting)]
-    return " · ".join(dict.fromkeys([cell.setting, name, *(others if cell.variant else [])]))
+    fields = {**cell.variant, **cell.variant.get("method", {})}
+    given = [f"{name} {value}" for name, value in fields.items() if name not in ("method", *BESIDE)]
+    return " · ".join([cell.setting, experiment.method.id, *given])

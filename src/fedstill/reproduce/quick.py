@@ -49,6 +49,8 @@ class Clock:
         tested = 0.2 if ratio.official else ratio.test / 100
         step = self._step(e, data)
         train = total * (1 - tested) * e.participation * e.epochs
+        if e.local_steps and e.clients:
+            train = e.clients * e.participation * e.local_steps * e.batch_size
         return e.rounds * (train + total * tested / 3 / e.eval_every) * step
 
     def _step(self, experiment: Experiment, data: Dataset) -> float:

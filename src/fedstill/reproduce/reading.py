@@ -12,7 +12,7 @@ from ..data.dataset import Ints
 from ..papers import Cell, Exhibit
 from . import score
 from .plan import NO_TRAINING, Chosen, Plan, Trial, key_of
-from .score import LOWER, Series, Unscored
+from .score import LOWER, NEUTRAL, Series, Unscored
 from .shelf import Shelf
 from .store import Result, Store
 from .verdict import Entry, Ranking, Sample, Verdict, rank, verdict
@@ -118,14 +118,11 @@ def _read(
                 problems.append(f"seed {experiment.seed}: {error}")
     if len(problems) > 1 and len({problem.partition(": ")[2] for problem in problems}) == 1:
         problems = [f"{len(problems)} seeds: {problems[0].partition(': ')[2]}"]
-        failed = seeds - len(values)
-    else:
-        failed = len(problems)
     against = published(cell, part.exhibit)
     judged = None
-    if against is not None and values and len(values) + failed == seeds:
-        lower = cell.contract.metric in LOWER
-        judged = verdict(against, Sample.of(values), lower=lower, relation=cell.relation)
+    if against is not None and values and len(values) == seeds:  # those that did not fail are no fair sample
+        lower = None if cell.contract.metric in NEUTRAL else cell.contract.metric in LOWER
+        judged = verdict(against, Sample.of(values), lower=lower, relation=cell.relation, scaled=not plan.scale.whole)
     return Reading(
         cell, seeds, tuple(values), tuple(curves), None, tuple(distribution), tuple(results), "; ".join(problems),
         judged,

@@ -17,6 +17,7 @@ from .store import Result
 
 Series: TypeAlias = list[tuple[float, float]]  # (round, value), ascending
 LOWER = {"loss", "client-std", "rounds-to-target", "seconds", "megabytes", "flops"}  # metrics of which less is better
+NEUTRAL = {"time-share"}  # metrics of which neither less nor more is better
 AFTER = ("fine-tuned", "newcomers")  # models that there are only once the federation has ended
 LAST = 10  # rounds of the mean "mean10"
 
@@ -98,9 +99,24 @@ def curve(contract: Contract, result: Result) -> Series:
     if contract.metric == "loss-curve":
         return loss_curve(contract, result)
     if contract.metric == "forgetting":
-        key = f"{contract.part}_clients"
-        return [(r["round"], 100 * float(np.mean(list(r[key].values())))) for r in result.history if r.get(key)]
+        return _forgetting(contract, result)
     return [(round, 100 * value) for round, value in accuracies(contract, result)]
+
+
+def _forgetting(contract: Contract, result: Result) -> Series:
+    """Return by round the accuracy of the model that a participant had trained when it last took part, or of the download.
+
+    Both are means over the participants that had taken part before, so that their difference is the gap (`scores.forgetting`).
+    """
+    last: dict[str, float] = {}
+    series = []
+    for record in result.history:
+        received = record.get("downloaded_clients") or {}
+        rates = [last[k] if contract.part == "trained" else float(received[k]) for k in received if k in last]
+        if rates:
+            series.append((record["round"], 100 * float(np.mean(rates))))
+        last.update(record.get("trained_clients") or {})
+    return series
 
 
 def loss_curve(contract: Contract, result: Result) -> Series:
@@ -128,18 +144,32 @@ def _at(series: Series, contract: Contract, scale: Scale) -> float:
 
 
 def _speed(contract: Contract, result: Result, scale: Scale, reference: Result | None) -> float:
-    """Return the rounds to a target, or by how much fewer rounds or simulated seconds they are than the reference's."""
+    """Return the rounds to a target, or by how much fewer rounds or simulated seconds they are than the reference's.
+
+    Where the target is the accuracy that the reference has in the end, the reference takes all of its rounds to it, as the
+    first paper counts: "the same accuracy as running FedPer for 100 rounds".
+    """
     if contract.target is None:
-        target = accuracy(contract, _known(reference), scale)
+        whole = _known(reference)
+        target, other = accuracy(contract, whole, scale), _last_round(contract, whole)
+        rounds = other if result.folder == whole.folder else _reached(contract, result, target)
     else:
         target = contract.target / 100
-    rounds = _reached(contract, result, target)
+        rounds = _reached(contract, result, target)
+        other = 0.0 if contract.metric == "rounds-to-target" else _reached(contract, _known(reference), target)
     if contract.metric == "rounds-to-target":
         return rounds
-    other = _reached(contract, _known(reference), target)
     if contract.metric == "rounds-speedup":
         return other / rounds
     return _time(_known(reference), other) / _time(result, rounds)
+
+
+def _last_round(contract: Contract, result: Result) -> float:
+    """Return the last round in which a contract's accuracy was scored."""
+    series = accuracies(contract, result)
+    if not series:
+        raise Unscored(f"clients were not scored with the {contract.model} model")
+    return series[-1][0]
 
 
 def _reached(contract: Contract, result: Result, target: float) -> float:

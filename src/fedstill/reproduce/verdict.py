@@ -3,7 +3,7 @@
 The standard error of a difference is √(s_p²/n_p + s_o²/n_o), with the published spread s_p over n_p seeds and ours s_o over n_o.
 A difference is within the noise where it is at most t times that, t being Student's at 95 % with Welch's degrees of freedom.
 Where the paper prints no ±, its seeds are taken to spread as ours do; where it does not say what its ± is over, the ± counts in
-full.
+full. Of the numbers of a scaled run there is no verdict: they are none of the paper's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Literal
 
 import numpy as np
 
-Kind = Literal["within", "better", "worse", "one seed", "holds", "fails"]
+Kind = Literal["within", "better", "worse", "one seed", "holds", "fails", "differs", "scaled"]
+State = Literal["holds", "holds but for ties", "is undecided", "differs"]
+AS_PUBLISHED = "as published"
 SHARE = 0.95  # of the differences between two equal numbers that are called noise
 WORDS = {
     "within": "within the noise",
@@ -26,6 +28,8 @@ WORDS = {
     "one seed": "one seed: no noise known",
     "holds": "as stated",
     "fails": "not as stated",
+    "differs": "another",  # of numbers of which neither less nor more is better
+    "scaled": "scaled: not compared",
 }
 
 
@@ -58,9 +62,16 @@ class Verdict:
         return WORDS[self.kind]
 
 
-def verdict(published: Sample, ours: Sample, *, lower: bool = False, relation: str = "=") -> Verdict:
-    """Return the verdict on a number; with `lower` a smaller one is better, `relation` says of what kind the published is."""
+def verdict(
+    published: Sample, ours: Sample, *, lower: bool | None = False, relation: str = "=", scaled: bool = False
+) -> Verdict:
+    """Return the verdict on a number; with `lower` a smaller one is better (None: neither is).
+
+    `relation` says of what kind the published number is.
+    """
     difference = ours.mean - published.mean
+    if scaled:
+        return Verdict("scaled", difference)
     if relation in ("<", ">"):
         return Verdict("holds" if difference * (1 if relation == ">" else -1) > 0 else "fails", difference)
     bound = noise(published, ours)
@@ -68,6 +79,8 @@ def verdict(published: Sample, ours: Sample, *, lower: bool = False, relation: s
         return Verdict("one seed", difference)
     if abs(difference) <= bound or math.isclose(abs(difference), bound):
         return Verdict("within", difference, bound)
+    if lower is None:
+        return Verdict("differs", difference, bound)
     return Verdict("better" if (difference < 0) == lower else "worse", difference, bound)
 
 
@@ -122,18 +135,18 @@ class Entry:
 
 @dataclass(frozen=True)
 class Swap:
-    """Two competitors in another order than published; `tie` says whether either difference is noise, or why nobody knows."""
+    """Two competitors that are in another order than published, or equal; `tie` says which of the differences are noise."""
 
     first: str  # the better one as published
     second: str
     published: float  # by how much the first is better, as published
-    ours: float  # by how much it is in ours: negative
+    ours: float  # by how much it is in ours: negative, or 0
     tie: str = ""
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """How far an order agrees: Kendall's τ over all pairs, and the pairs that differ."""
+    """How far an order agrees: Kendall's τ (τ_b, which counts ties), and the pairs that differ."""
 
     where: str
     tau: float
@@ -142,24 +155,34 @@ class Ranking:
     known: bool = True  # whether the noise of our numbers is: False where there is one seed
 
     @property
-    def holds(self) -> bool:
-        """Whether no pair differs by more than the noise."""
-        return all(swap.tie for swap in self.swaps)
+    def state(self) -> State:
+        """Whether the order is the published one.
 
-    def lines(self) -> list[str]:
+        It "holds" also where the pairs that differ are ties as published; where they are ties by our own noise alone, nothing
+        is decided.
+        """
+        if all(AS_PUBLISHED in swap.tie for swap in self.swaps):
+            return "holds but for ties" if self.swaps else "holds"
+        return "is undecided" if all(swap.tie for swap in self.swaps) else "differs"
+
+    @property
+    def holds(self) -> bool:
+        """Whether no pair differs but for those that are ties as published."""
+        return self.state in ("holds", "holds but for ties")
+
+    def lines(self, *, scaled: bool = False) -> list[str]:
         """Describe the ranking in lines."""
-        judgement = "holds" if not self.swaps else "holds but for ties" if self.holds else "differs"
         where = f"in {self.where} " if self.where else ""
-        unknown = "" if self.known or self.holds else " (one seed: no noise known)"
+        unknown = "" if self.known or self.state != "differs" else " (one seed: no noise known)"
         over = f"{self.pairs} pairs" if self.pairs > 1 else "one pair"
-        head = f"ranking {where}{judgement}{unknown}: Kendall's τ {self.tau:.2f} over {over}"
+        head = f"ranking {'(SCALED) ' if scaled else ''}{where}{self.state}{unknown}: Kendall's τ {self.tau:.2f} over {over}"
         return [head, *(f"  {line}" for line in self.swap_lines())]
 
     def swap_lines(self) -> list[str]:
         """Describe each pair that differs."""
         return [
             f"{swap.first} above {swap.second} by {swap.published:.2f} as published, "
-            f"{-swap.ours:.2f} below here{f' ({swap.tie})' if swap.tie else ''}"
+            f"{f'{-swap.ours:.2f} below here' if swap.ours else 'equal here'}{f' ({swap.tie})' if swap.tie and swap.ours else ''}"
             for swap in self.swaps
         ]
 
@@ -169,29 +192,32 @@ def rank(entries: Sequence[Entry], *, where: str = "", lower: bool = False) -> R
     if len(entries) < 2:
         return None
     sign = -1 if lower else 1
-    agreement, swaps = 0, []
+    agreement, ordered, ours_ordered, swaps = 0, 0, 0, []
     for a, b in combinations(entries, 2):
         published, ours = sign * (a.published.mean - b.published.mean), sign * (a.ours.mean - b.ours.mean)
         agreement += int(np.sign(published) * np.sign(ours))
-        if published * ours < 0:
+        ordered += published != 0
+        ours_ordered += ours != 0
+        if published and published * ours <= 0:
             first, second = (a, b) if published > 0 else (b, a)
             tie = _tie(first, second, abs(published), abs(ours))
             swaps.append(Swap(first.name, second.name, abs(published), -abs(ours), tie))
     pairs = math.comb(len(entries), 2)
     known = all(entry.ours.std is not None for entry in entries)
-    return Ranking(where, agreement / pairs, pairs, tuple(swaps), known)
+    tau = agreement / math.sqrt(ordered * ours_ordered) if ordered and ours_ordered else 0.0
+    return Ranking(where, tau, pairs, tuple(swaps), known)
 
 
 def _tie(a: Entry, b: Entry, published: float, ours: float) -> str:
-    """Say whether a difference is noise: as published, here, or that of one seed nobody knows."""
+    """Say which of the differences of a pair are noise; nothing where neither is, or nobody knows."""
     ties = []
     for name, difference, pair in (
-        ("as published", published, (a.published, b.published)),
+        (AS_PUBLISHED, published, (a.published, b.published)),
         ("here", ours, (a.ours, b.ours)),
     ):
         parts = [
             (s.std**2 / s.seeds, s.seeds - 1) for s in pair if s.std is not None and s.seeds is not None and s.seeds > 1
         ]
-        if len(parts) == 2 and difference <= welch(parts):
+        if not difference or (len(parts) == 2 and difference <= welch(parts)):
             ties.append(name)
     return f"a tie by the noise {' and '.join(ties)}" if ties else ""

@@ -40,7 +40,7 @@ def write(out: Path, exhibit: Exhibit, readings: Sequence[Reading], plan: Plan, 
     files.write(made[1], markdown(exhibit, readings, plan.scale).encode())
     if exhibit.kind == "figure":
         made.append(folder / CSV)
-        files.write(made[-1], table_of(readings).encode())
+        files.write(made[-1], table_of(readings, plan.scale).encode())
     return made
 
 
@@ -69,7 +69,14 @@ def record_of(exhibit: Exhibit, readings: Sequence[Reading], plan: Plan, command
 def ranking_records(exhibit: Exhibit, readings: Sequence[Reading]) -> list[dict[str, Any]]:
     """Return an exhibit's rankings as plain values."""
     return [
-        {"where": r.where, "tau": r.tau, "pairs": r.pairs, "holds": r.holds, "swaps": [asdict(s) for s in r.swaps]}
+        {
+            "where": r.where,
+            "tau": r.tau,
+            "pairs": r.pairs,
+            "holds": r.holds,
+            "state": r.state,
+            "swaps": [asdict(s) for s in r.swaps],
+        }
         for r in rankings(exhibit, list(readings))
     ]
 
@@ -117,28 +124,30 @@ def _settings(experiment: Experiment) -> dict[str, Any]:
     return json.loads(json.dumps({**given, "method": method}))  # type: ignore[no-any-return]
 
 
-def table_of(readings: Sequence[Reading]) -> str:
-    """Return a figure's points as CSV: one line each."""
+def table_of(readings: Sequence[Reading], scale: Scale) -> str:
+    """Return a figure's points as CSV: one line each, with the scale of ours."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["panel", "row", "column", "label", "x", "mean", "std", "seeds", "published"])
+    writer.writerow(["panel", "row", "column", "label", "x", "mean", "std", "seeds", "published", "scale"])
     for reading in readings:
         cell = reading.cell
         place = [cell.panel, cell.row, cell.column, cell.label]
         if reading.counts is not None:
             for client, row in enumerate(reading.counts):
                 for label, count in enumerate(row):
-                    writer.writerow([*place, f"client {client} class {label}", int(count), "", 1, ""])
+                    writer.writerow([*place, f"client {client} class {label}", int(count), "", 1, "", scale.share])
         elif reading.distribution:
             for value in reading.distribution:
-                writer.writerow([*place, "client", repr(value), "", reading.seeds, ""])
+                writer.writerow([*place, "client", repr(value), "", reading.seeds, "", scale.share])
         elif reading.curves:
             for x, mean, std in mean_curve(reading.curves):
-                writer.writerow([*place, x, repr(mean), "" if std is None else repr(std), len(reading.curves), ""])
+                writer.writerow(
+                    [*place, x, repr(mean), "" if std is None else repr(std), len(reading.curves), "", scale.share]
+                )
         else:
             ours = reading.ours
             spread = "" if ours is None or ours.std is None else repr(ours.std)
             numbers = ["", "", 0] if ours is None else [repr(ours.mean), spread, ours.seeds]
             at, printed = ("" if value is None else value for value in (cell.x, cell.published))
-            writer.writerow([*place, at, *numbers, printed])
+            writer.writerow([*place, at, *numbers, printed, scale.share])
     return out.getvalue()
