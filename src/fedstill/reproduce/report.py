@@ -59,12 +59,13 @@ def sentences(readings: Sequence[Reading], plan: Plan) -> list[str]:
     """Return what is said at the top: how the cells stand to the published ones, and what was cut."""
     kinds = [reading.verdict.kind for reading in readings if reading.verdict is not None]
     counts = [f"{kinds.count(kind)} {WORDS[kind]}" for kind in SHORT if kind in kinds]
-    of = f"{len(kinds)} of {len(readings)} cells can be set beside a published number"
-    lines = [
-        f"{of}: {', '.join(counts)}."
-        if kinds
-        else f"{len(readings)} cells, none with a published number and all its seeds."
-    ]
+    of = f"{len(kinds)} of {len(readings)} cells"
+    if not kinds:
+        lines = [f"{len(readings)} cells, none with a published number and all its seeds."]
+    elif plan.scale.whole:
+        lines = [f"{of} can be set beside a published number: {', '.join(counts)}."]
+    else:
+        lines = [f"{of} have a published number, with which scaled runs are not compared."]
     failed = sum(reading.state == "failed" for reading in readings)
     left = sum(reading.state in ("missing", "partial") for reading in readings)
     if failed or left:
