@@ -180,12 +180,15 @@ def of_site(folder: Path, own: Own, device: str = "cpu", secret: Secret | None =
         for e in entries:
             if e["what"] == "open":
                 station.open(e["about"])
-            elif e["what"] == "reply" and not e["refused"]:
+            elif e["what"] == "reply" and (not e["refused"] or "ended" in e):
                 file = folder / ORDERS / f"{e['order']}.bin"
                 data = file.read_bytes() if file.exists() else b""
                 if digest(data) != e["asked"]:
                     return [f"the kept {e['kind']} order of round {e['round']} was changed"]
-                station.meanwhile.exactly = e.get("personal", 0)
+                station.meanwhile.exactly = e.get("ended", e.get("personal", 0))
+                if e["refused"]:  # personal training ended, and nothing else was done
+                    station.meanwhile.before(wire.decode(data, Order))
+                    continue
                 try:
                     answer = station.handle(data)
                 except (InputError, TrainingError) as error:

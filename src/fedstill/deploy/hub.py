@@ -401,7 +401,8 @@ def canary(
     ]
     if not wrong:
         try:
-            one_round = dataclasses.replace(experiment, rounds=1, mode="sync", wait_free="off")
+            everyone: dict[str, Any] = {"participation": 1.0, "sampler": "uniform", "mode": "sync", "wait_free": "off"}
+            one_round = dataclasses.replace(experiment, rounds=1, **everyone)
             history = run(desk, one_round, names, folder, secret=secret).history
             away = set(range(len(names))) - set(history[0]["participants"])
             wrong += [f"site {names[k]!r} did not count: {_why(desk, names[k])}" for k in sorted(away)]

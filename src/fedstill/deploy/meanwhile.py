@@ -21,6 +21,7 @@ from ..engine.paced import MOST, Paced
 from ..run.prepare import Simulation
 from ..transport.messages import Order, Reply
 
+FAILED = -1
 ENDING = ("train", "begin", "idle")  # orders that need the personal model as it will be kept
 
 
@@ -35,6 +36,7 @@ class Meanwhile:
         self.exactly: int | None = None  # steps to make, where the past is done again
         self.untold = 0  # steps that were kept, and that no reply has told
         self.told = 0  # steps that the last reply was about
+        self.ended: int | None = None  # steps of the personal training that the last order ended; FAILED: it had failed
         self._paced: Paced | None = None
         self._thread: threading.Thread | None = None
         self._turn = threading.Lock()  # whose holder works: the thread for one step, or an order
@@ -149,7 +151,11 @@ class Meanwhile:
         paced, self._paced = self._paced, None
         done, self._done = self._done, None
         begun = self.edge.begun[self.client]
+        if self.exactly == FAILED:
+            del self.edge.begun[self.client]
+            return False
         if error is not None:
+            self.ended = FAILED
             del self.edge.begun[self.client]
             raise TrainingError(f"personal training of round {begun.round}: {first_line(error)}")
         if self.until:
@@ -157,7 +163,7 @@ class Meanwhile:
             done = made.result()
         elif done is None:
             done = self._fixed()
-        self._loss = done.loss
+        self._loss, self.ended = done.loss, done.steps
         kept = bool(done.steps or begun.local)
         self.edge.keep(self.client, done if kept else None)
         self.untold, self._finite = self.untold + done.steps, self._finite and done.finite

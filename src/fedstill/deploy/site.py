@@ -96,6 +96,7 @@ class Station:
         self.meanwhile: Meanwhile = None  # type: ignore[assignment]  # of the run that is open
         self._kept: Order | None = None  # the last order that changed what is kept, without what it sent
         self._last = (0, b"")  # the id of the last order that was carried out, and the reply
+        self._trained = False  # whether what is kept is that of a client that has been asked to train
 
     def open(self, about: Mapping[str, Any]) -> None:
         """Set up the client of the run that the hub describes, and go on from what was kept of it in the same attempt."""
@@ -128,12 +129,12 @@ class Station:
         kept = unseal(self._run / "state.bin")
         pending, began = about.get("pending", (0, 0))  # an order of an earlier attempt that the hub still waits for
         if kept is not None and kept[0]["attempt"] == attempt:
-            self._put(kept[1])
+            self._put(kept)
             self._last = int(kept[0]["order"]), kept[2]
             self._kept = Order("train", int(kept[0]["round"]), client, id=self._last[0])
             self.log(f"run {run}: goes on from what was kept")
         elif pending and kept is not None and int(kept[0]["order"]) == pending:
-            self._put(kept[1])  # it will come again, and is answered by the reply that was kept
+            self._put(kept)  # it will come again, and is answered by the reply that was kept
             self._last = pending, kept[2]
         elif pending or int(about["round"]):
             self._go_back(int(began) - 1 if pending else int(about["round"]), kept)
@@ -166,7 +167,7 @@ class Station:
 
     def handle(self, data: bytes) -> bytes:
         """Carry out an order, once, and return the reply."""
-        order = wire.decode(data, Order)
+        order, self.meanwhile.ended = wire.decode(data, Order), None
         answer = self._last[1] if order.id == self._last[0] else self._carry_out(order)
         if order.id != self._logged:
             self._note(order, data, answer)
@@ -177,9 +178,11 @@ class Station:
         if self.audit:
             files.write(self._run / AUDIT / ORDERS / f"{order.id}.bin", data)
         about: dict[str, Any] = {"kind": order.kind, "round": order.round, "order": order.id}
-        if self.meanwhile.on:
-            about["personal"] = self.meanwhile.told
         refused = bool(wire.decode(answer, Reply).refusal)
+        if self.meanwhile.on and not refused:
+            about["personal"] = self.meanwhile.told
+        elif self.meanwhile.ended is not None:
+            about["ended"] = self.meanwhile.ended
         self._chain.add("reply", **about, refused=refused, asked=digest(data), digest=digest(answer), durable=True)
         self._logged = order.id
 
@@ -191,10 +194,11 @@ class Station:
             return self._restore(order)
         if order.kind == "model":
             return _refuse(order, "the personal model stays at the site")
-        if self._protected and (order.watch or order.kind not in ("train", "score", "state")):
+        protected = self._protected and (order.watch or order.kind not in ("train", "score", "state"))
+        if protected or (self._protected and order.kind == "score" and order.split == "train"):
             return _refuse(order, f"{order.kind} would reveal more than privacy 'local' counts")
         assert self._edge is not None
-        if order.kind == "train" and order.taken and self._lost():
+        if order.kind in ("train", "begin") and order.taken and self._lost():
             return _refuse(order, f"what it kept of this run is gone, though its round {order.taken} has counted")
         try:
             if self.meanwhile.before(order) and self._kept is not None:
@@ -222,21 +226,18 @@ class Station:
         if self.meanwhile is not None:
             self.meanwhile.abandon()
         self.meanwhile, self._kept = Meanwhile(self._edge, self._sim, self._client), None
+        self._trained = False
         self._edge.savepoint = self._savepoint
 
     def _lost(self) -> bool:
         """Return whether the client has not trained as far as is known here, where that matters."""
         assert self._edge is not None
-        if (
-            self._edge.last.get(self._client) or self._client in self._edge.begun
-        ):  # wait-free: its round is not at its end
-            return False
-        return self._protected or bool(self._edge.store.read(self._client))
+        return not self._trained and (self._protected or bool(self._edge.store.read(self._client)))
 
     def _savepoint(self, order: Order) -> Savepoint | None:
         """Return what keeps an order's work while it goes on."""
         assert self.key is not None
-        about = {"attempt": self.key[1], "order": order.id, "round": order.round}
+        about = {"order": order.id, "round": order.round}  # a hub that was restarted gives the same order out again
         return Savepoint(self._run / "half.bin", about, self._sim.device, self.often, self.log)
 
     def _state(self) -> Reply:
@@ -246,9 +247,9 @@ class Station:
         report = {**state.report, "personal_steps": float(self.meanwhile.untold)} if self.meanwhile.on else state.report
         return dataclasses.replace(state, report=report)
 
-    def _put(self, state: bytes) -> None:
-        """Put back what `_state` returned."""
-        kept = wire.decode(state, Reply, self._sim.device)
+    def _put(self, saved: Kept) -> None:
+        """Put back what a file has of the client."""
+        kept, self._trained = wire.decode(saved[1], Reply, self._sim.device), bool(saved[0]["trained"])
         self.meanwhile.untold = int(kept.report.get("personal_steps", 0))
         numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in kept.report.items()}
         assert self._edge is not None
@@ -257,15 +258,17 @@ class Station:
     def _keep(self, order: Order, answer: bytes) -> None:
         """Write what is kept now, with the reply that made it so."""
         self._last, self._kept = (order.id, answer), dataclasses.replace(order, down={})
+        self._trained = self._trained or order.kind in ("train", "begin")
         assert self.key is not None
-        about = {"attempt": self.key[1], "order": order.id, "round": order.round}
+        about = {"attempt": self.key[1], "order": order.id, "round": order.round, "trained": self._trained}
         seal(self._run / "state.bin", about, wire.encode(self._state()), answer)
         (self._run / "half.bin").unlink(missing_ok=True)
 
     def _snapshot(self, round: int, state: Reply) -> None:
         """Keep what is kept now as that of a round."""
         assert self.key is not None
-        seal(self._run / f"round-{round:06d}.bin", {"attempt": self.key[1], "round": round}, wire.encode(state), b"")
+        about = {"attempt": self.key[1], "round": round, "trained": self._trained}
+        seal(self._run / f"round-{round:06d}.bin", about, wire.encode(state), b"")
         for old in sorted(self._run.glob("round-*.bin"))[:-KEEP]:
             old.unlink()
 
@@ -281,18 +284,19 @@ class Station:
             if named is None and int(file.stem.removeprefix("round-")) < round:
                 named = unseal(file)
         if named is not None:
-            self._put(named[1])
+            self._put(named)
 
     def _restore(self, order: Order) -> bytes:
         """Go back to what was kept at the end of a round."""
         kept = unseal(self._run / f"round-{order.round:06d}.bin")
-        if kept is None:
+        if kept is None and self._lost():
             return _refuse(order, f"what it kept of round {order.round} is not there any more, or damaged")
         for later in self._run.glob("round-*.bin"):
             if int(later.stem.removeprefix("round-")) > order.round:
                 later.unlink()
         self._reset()
-        self._put(kept[1])
+        if kept is not None:
+            self._put(kept)
         answer = wire.encode(Reply("restore", order.round, order.client, run=order.run, order=order.id))
         self._keep(order, answer)
         self.log(f"round {order.round}: back to what was kept")

@@ -81,8 +81,7 @@ class Sites:
                 while not self._arrived and self._awaited() and not self._closed:
                     left = None if end is None else end - time.monotonic()
                     if left is not None and left <= 0:
-                        self._withdraw()
-                        if not self._standing or timeout is not None:
+                        if self._withdraw() or not self._standing or timeout is not None:
                             break
                         end = None  # what is out now stands
                         continue
@@ -184,10 +183,13 @@ class Sites:
         others = [(box, order) for box, order in out if order.kind != "train"] if self._standing else []
         return any(not box.late or order.kind == "train" for box, order in others or out)
 
-    def _withdraw(self) -> None:
+    def _withdraw(self) -> bool:
+        """Withdraw the orders that are out, but for those that stand; return whether there were any."""
+        withdrawn = False
         for box in self.boxes.values():
             for order, _ in list(box.orders.values()):
                 if not (self._standing and order.kind == "train"):
-                    box.late = True
+                    box.late = withdrawn = True
                     del box.orders[order.id]
                     box.begun.pop(order.id, None)
+        return withdrawn
