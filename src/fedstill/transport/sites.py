@@ -29,7 +29,7 @@ class Box:
     received: int = 0
     begun: dict[int, float] = field(default_factory=dict)  # by id of an order when the site was first given it
     late: bool = False  # an order of it was withdrawn, and it has said nothing since
-    took: float = 0.0  # seconds from there to the last reply to `train`
+    train_seconds: float = 0.0  # seconds from there to the last reply to `train`
 
 
 class Sites:
@@ -146,7 +146,7 @@ class Sites:
             self._noted("reply", site, order, data)
             seconds = time.monotonic() - box.begun.pop(order.id, time.monotonic())
             if order.kind == "train":
-                box.took = seconds
+                box.train_seconds = seconds
             self._arrived.append(reply)
             self._changed.notify_all()
         if isinstance(reply.refusal, str) and reply.refusal:
