@@ -334,7 +334,8 @@ def test_a_site_forgets_rounds_that_two_restarts_of_the_hub_have_undone(federati
 
 
 def test_a_site_forgets_a_first_round_that_a_restart_of_the_hub_has_undone(
-    federation: Federation, tmp_path: Path
+    federation: Federation,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     first = one_site(tmp_path, federation, METHODS["pfedsd"]())
     asked(first, "train", 1)
