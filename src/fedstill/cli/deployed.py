@@ -17,7 +17,7 @@ from ..deploy import audit, demo, hub, jobs, process, web
 from ..deploy.certificates import fingerprint, read
 from ..deploy.data import SiteData
 from ..deploy.folders import Hub, Site
-from ..deploy.hidden import secret_in
+from ..deploy.privacy_log import secret_in
 from ..deploy.process import Settings
 from ..methods import get
 from ..run import simulation
