@@ -33,9 +33,9 @@ def lying_site() -> None:
     noise: list[bytes] = []
     flare.pack = lambda header, body: noise.pop() if noise else pack(header, body)
 
-    def attend(station: Any, talk: Any, stop: Any, on_known: Any) -> None:
+    def attend(site_client: Any, talk: Any, stop: Any, on_known: Any) -> None:
         carried: list[Order] = []
-        handle = station.handle
+        handle = site_client.handle
 
         def keep(data: bytes) -> Any:
             carried.append(wire.decode(data, Order))
@@ -56,8 +56,8 @@ def lying_site() -> None:
                 talk(header, b"")
             return talk(header, body)
 
-        station.handle = keep
-        honest(station, lie, stop, on_known)
+        site_client.handle = keep
+        honest(site_client, lie, stop, on_known)
 
     flare.attend = attend
 

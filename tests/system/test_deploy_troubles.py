@@ -30,9 +30,9 @@ if importlib.util.find_spec("nvflare") is None:
     pytest.skip("the extra deploy (nvflare) is not installed", allow_module_level=True)
 
 from fedstill.deploy import demo, jobs, process
-from fedstill.deploy.hidden import BOOKS
+from fedstill.deploy.privacy_log import PRIVACY_LOG
 from fedstill.deploy.process import Settings
-from fedstill.deploy.savepoint import unseal
+from fedstill.deploy.state_files import read_saved
 from fedstill.transport import wire
 from fedstill.transport.messages import Reply
 
@@ -133,7 +133,7 @@ def undisturbed(party: demo.Party) -> tuple[Path, list[dict[str, Any]]]:
 
 def half_done(folder: Path, round: int) -> tuple[int, int] | None:
     """Which phase and step of a round a site has kept."""
-    kept = unseal(folder / "half.bin")
+    kept = read_saved(folder / "half.bin")
     return (kept[0]["phase"], kept[0]["step"]) if kept is not None and kept[0]["round"] == round else None
 
 
@@ -172,7 +172,7 @@ def test_a_whole_site_killed_within_a_round_misses_it_and_is_back_with_its_model
     party.keepers["a"].wait(10)
     began = time.monotonic()
     kept = load_file(folder / "personal.safetensors")
-    state = unseal(folder / "state.bin")
+    state = read_saved(folder / "state.bin")
     assert state is not None
     memory = wire.decode(state[1], Reply).up["memory"]["v"]
     assert same(kept, memory)  # what it had come to in round 1
@@ -311,7 +311,7 @@ def test_noise_is_drawn_at_sites_and_a_kill_does_not_draw_it_again(party: demo.P
     history = follow(party, job)
     assert [r["participants"] for r in history] == [[0, 1, 2]] * 3
     for k, name in enumerate(NAMES):
-        lines = [json.loads(line) for line in (run_of(party, job, name) / BOOKS).read_text().splitlines()]
+        lines = [json.loads(line) for line in (run_of(party, job, name) / PRIVACY_LOG).read_text().splitlines()]
         works = [line for line in lines if line["what"] == "work"]
         assert [line["round"] for line in works] == [1, 2, 3]
         assert works[-1]["epsilon"] == history[-1]["epsilon_clients"][str(k)]

@@ -1,4 +1,4 @@
-"""A hub's desk and sites' stations in one process, without a network: the numbers, and what outlives a stop."""
+"""A hub's hub_server and sites' stations in one process, without a network: the numbers, and what outlives a stop."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ from fedstill.core.errors import InputError, TrainingError
 from fedstill.data import Federation
 from fedstill.deploy import audit
 from fedstill.deploy import hub as hubs
-from fedstill.deploy.data import Own, skeleton
-from fedstill.deploy.savepoint import unseal
-from fedstill.deploy.site import Station, Unreachable, attend
+from fedstill.deploy.canary import canary
+from fedstill.deploy.data import SiteData, skeleton
+from fedstill.deploy.hub_server import HubServer
+from fedstill.deploy.polling import Unreachable, attend
+from fedstill.deploy.site import SiteClient
+from fedstill.deploy.state_files import read_saved
 from fedstill.methods import METHODS
 from fedstill.run.experiment import Experiment
 from fedstill.run.journal import Journal
@@ -48,8 +51,8 @@ def federation() -> Federation:
 TRACING = threading.Lock()
 
 
-class OneAtATime(Station):
-    """A station that shares its process: torch.fx, which follows models, is not made for several threads."""
+class OneAtATime(SiteClient):
+    """A site_client that shares its process: torch.fx, which follows models, is not made for several threads."""
 
     def open(self, about: Any) -> None:
         with TRACING:
@@ -64,28 +67,28 @@ class Party:
     """Sites as threads of this process."""
 
     def __init__(self, federation: Federation, folder: Path, hold: float = 0.2) -> None:
-        self.federation, self.folder, self.station = federation, folder, OneAtATime
-        self.desk = hubs.Desk(hold=hold)
+        self.federation, self.folder, self.site_client = federation, folder, OneAtATime
+        self.hub_server = HubServer(hold=hold)
         self.stops: dict[str, threading.Event] = {}
         self.threads: dict[str, threading.Thread] = {}
         self.cut: set[str] = set()  # sites whose network is cut
         self.wire: list[tuple[str, dict[str, Any], bytes]] = []  # what sites have sent
         self.monitors: dict[str, Any] = {}
-        self.more: dict[str, dict[str, Any]] = {}  # by site what else its station is given
+        self.more: dict[str, dict[str, Any]] = {}  # by site what else its site_client is given
 
     def start(self, name: str) -> None:
-        own = Own(self.federation.clients[NAMES.index(name)], self.federation.classes)
+        own = SiteData(self.federation.clients[NAMES.index(name)], self.federation.classes)
         more = {"monitor": self.monitors.get(name), "audit": True, **self.more.get(name, {})}
-        station = self.station(self.folder / name, own, device="cpu", **more)
+        site_client = self.site_client(self.folder / name, own, device="cpu", **more)
 
         def talk(header: Any, body: bytes) -> Any:
             if name in self.cut:
                 raise Unreachable("cut")
             self.wire.append((name, dict(header), body))
-            return self.desk.answer(name, header, body)
+            return self.hub_server.answer(name, header, body)
 
         self.stops[name] = threading.Event()
-        self.threads[name] = threading.Thread(target=attend, args=(station, talk, self.stops[name]), daemon=True)
+        self.threads[name] = threading.Thread(target=attend, args=(site_client, talk, self.stops[name]), daemon=True)
         self.threads[name].start()
 
     def stop(self, *names: str) -> None:
@@ -94,10 +97,10 @@ class Party:
             self.threads[name].join(20)
 
     def run(self, method: Any, out: str = "run", **changed: Any) -> fs.Run:
-        assert not self.desk.wait_for(NAMES, 20)
+        assert not self.hub_server.wait_for(NAMES, 20)
         more = {name: changed.pop(name) for name in ("deadline", "progress", "audit", "secret") if name in changed}
         experiment = Experiment(method=method, **{**HELD, **changed})
-        return hubs.run(self.desk, experiment, NAMES, self.folder / out, **more)
+        return hubs.run(self.hub_server, experiment, NAMES, self.folder / out, **more)
 
     def personal(self, name: str) -> dict[str, torch.Tensor]:
         (file,) = (self.folder / name).glob("*/personal.safetensors")
@@ -161,7 +164,7 @@ def test_stateless_sites_keep_nothing_and_one_that_lost_all_goes_on(federation: 
         torch.testing.assert_close(merged[entry], leaf, rtol=0, atol=1e-10)
     for name in NAMES:
         (file,) = (party.folder / name).glob("*/state.bin")
-        kept = unseal(file)
+        kept = read_saved(file)
         assert kept is not None
         assert not list(tree.leaves(wire.decode(kept[1], Reply).up))  # no model, no v_k
     assert [r["participants"] for r in run.history] == [[0, 1, 2]] * 3
@@ -177,7 +180,8 @@ def test_a_site_that_lost_what_it_kept_says_so(party: Party) -> None:
     run = party.run(METHODS["scaffold"](), progress=progress)
     assert [r["participants"] for r in run.history] == [[0, 1, 2], [0, 2], [0, 2]]
     assert any(
-        "what it kept of this run is gone, though its round 1 has counted" in r["reason"] for r in party.desk.refusals
+        "what it kept of this run is gone, though its round 1 has counted" in r["reason"]
+        for r in party.hub_server.refusals
     )
 
 
@@ -222,10 +226,10 @@ def test_no_private_part_is_in_any_message_of_a_site(method: str, federation: Fe
 
 def test_a_site_does_not_give_its_model_to_anybody(party: Party) -> None:
     run = party.run(METHODS["pfedsd"](), rounds=1)
-    station = OneAtATime(party.folder / "a", Own(party.federation.clients[0], 4), device="cpu")
+    site_client = OneAtATime(party.folder / "a", SiteData(party.federation.clients[0], 4), device="cpu")
     about = json.loads((party.folder / "run" / "deployment.json").read_text())
-    station.open({**about, "round": 1, "client": 0, "clients": 3, "classes": 4, "experiment": run_toml(party)})
-    reply = wire.decode(station.handle(wire.encode(Order("model", 1, 0, run.server))), Reply)
+    site_client.open({**about, "round": 1, "client": 0, "clients": 3, "classes": 4, "experiment": run_toml(party)})
+    reply = wire.decode(site_client.handle(wire.encode(Order("model", 1, 0, run.server))), Reply)
     assert reply.refusal == "the personal model stays at the site"
     assert not reply.up
 
@@ -289,7 +293,7 @@ def test_a_site_that_refuses_is_named_and_the_others_go_on(federation: Federatio
     party.stop()
     assert [record["participants"] for record in run.history] == [[0, 1, 2], [1, 2], [0, 1, 2]]
     assert run.history[1]["refused"] == [0]
-    (told,) = (refused for refused in party.desk.refusals if refused["site"] == "a")
+    (told,) = (refused for refused in party.hub_server.refusals if refused["site"] == "a")
     assert "battery at 5%" in told["reason"]
 
 
@@ -297,15 +301,15 @@ def test_a_site_that_restarts_between_training_and_sending_answers_what_it_had_d
     party: Party, federation: Federation
 ) -> None:
     party.stop("a")
-    station = OneAtATime(party.folder / "a", Own(federation.clients[0], 4), device="cpu")
+    site_client = OneAtATime(party.folder / "a", SiteData(federation.clients[0], 4), device="cpu")
     about = {"run": "r1", "attempt": 1, "round": 0, "client": 0, "clients": 3, "classes": 4}
     about["experiment"] = Experiment(method=METHODS["scaffold"](), **HELD).to_toml()
-    station.open(about)
+    site_client.open(about)
     task = local(federation, METHODS["scaffold"](), rounds=1).task
     down = METHODS["scaffold"]().send(task, METHODS["scaffold"]().init_server(task, task.net.initial()), 0)
     order = wire.encode(Order("train", 1, 0, down))
-    first = station.handle(order)
-    again = OneAtATime(party.folder / "a", Own(federation.clients[0], 4), device="cpu")
+    first = site_client.handle(order)
+    again = OneAtATime(party.folder / "a", SiteData(federation.clients[0], 4), device="cpu")
     again.open(about)
     trained: list[object] = []
     again._edge.handle = lambda orders: trained.append(orders) or iter(())  # type: ignore[union-attr, method-assign, assignment, return-value]
@@ -324,34 +328,34 @@ def test_damaged_state_is_not_used(party: Party) -> None:
         party.start(name)
     toml = party.folder / "run" / "experiment.toml"
     with pytest.raises(TrainingError, match=r"site .: what it kept of round 2 is not there any more, or damaged"):
-        hubs.run(party.desk, Experiment.from_toml(toml), NAMES, party.folder / "run", rounds=3)
+        hubs.run(party.hub_server, Experiment.from_toml(toml), NAMES, party.folder / "run", rounds=3)
 
 
-class Dying(hubs.Desk):
-    """The desk of a hub that is killed when a certain reply comes; the next hub's process knows nobody."""
+class Dying(HubServer):
+    """The hub_server of a hub that is killed when a certain reply comes; the next hub's process knows nobody."""
 
     when: tuple[str, int, str] = "", 0, ""
 
     def answer(self, site: str, header: Any, body: bytes) -> Any:
-        if header.get("do") == "reply" and self.opened is not None:
+        if header.get("do") == "reply" and self.open_run is not None:
             reply = wire.decode(body, Reply)
             if (reply.kind, reply.round, site) == self.when:
-                self.opened.sites.close("killed")
+                self.open_run.transport.close("killed")
         return super().answer(site, header, body)
 
 
 # ---- the canary -----------------------------------------------------------------------------------------------------
 def test_the_canary_says_what_is_wrong_where(party: Party) -> None:
-    assert not party.desk.wait_for(NAMES, 20)
+    assert not party.hub_server.wait_for(NAMES, 20)
     experiment = Experiment(method=METHODS["pfedsd"](), **HELD)
-    told = hubs.canary(party.desk, experiment, NAMES, party.folder / "canary")
+    told = canary(party.hub_server, experiment, NAMES, party.folder / "canary")
     assert told["wrong"] == []
     assert [row["site"] for row in told["rows"]] == list(NAMES)
     assert all(row["seconds"] >= 0 and row["shape"] == [6] and row["classes"] == 4 for row in told["rows"])
-    party.desk.known["b"].about["shape"] = [7]
-    party.desk.known["c"].skew = -3600.0
-    party.desk.known["a"].about["machine"]["disk"] = 1e6
-    told = hubs.canary(party.desk, experiment, [*NAMES, "d"], party.folder / "canary-2")
+    party.hub_server.sites["b"].about["shape"] = [7]
+    party.hub_server.sites["c"].skew = -3600.0
+    party.hub_server.sites["a"].about["machine"]["disk"] = 1e6
+    told = canary(party.hub_server, experiment, [*NAMES, "d"], party.folder / "canary-2")
     for part in (
         "site 'd' is not here",
         "shape of site 'b'",
@@ -367,11 +371,13 @@ def test_data_that_changes_during_a_run_ends_it_by_name(party: Party, federation
         if record["round"] == 1:
             party.stop("b")
             client = federation.clients[1]
-            changed = Own(dataclasses.replace(client, x_train=client.x_train + 1), 4)
-            station = OneAtATime(party.folder / "b", changed, device="cpu")
-            talk = lambda header, body: party.desk.answer("b", header, body)  # noqa: E731
+            changed = SiteData(dataclasses.replace(client, x_train=client.x_train + 1), 4)
+            site_client = OneAtATime(party.folder / "b", changed, device="cpu")
+            talk = lambda header, body: party.hub_server.answer("b", header, body)  # noqa: E731
             party.stops["b"] = threading.Event()
-            party.threads["b"] = threading.Thread(target=attend, args=(station, talk, party.stops["b"]), daemon=True)
+            party.threads["b"] = threading.Thread(
+                target=attend, args=(site_client, talk, party.stops["b"]), daemon=True
+            )
             party.threads["b"].start()
 
     with pytest.raises(TrainingError, match=r"site b: data = .*the site's data has changed"):
@@ -390,11 +396,11 @@ def test_a_hub_that_goes_on_has_the_bits_of_one_that_did_not_stop(
     whole.stop()
 
     for at, when in ((1, "train"), (3, "score"), (4, "state")):
-        party.desk = Dying(hold=0.2)
-        party.desk.when = when, at + (when == "train"), "b"
+        party.hub_server = Dying(hold=0.2)
+        party.hub_server.when = when, at + (when == "train"), "b"
         with pytest.raises(TrainingError, match="killed"):
             party.run(METHODS[method](), rounds=5)
-    party.desk = hubs.Desk(hold=0.2)  # another process: it knows nobody
+    party.hub_server = HubServer(hold=0.2)  # another process: it knows nobody
     run = party.run(METHODS[method](), rounds=5)
     assert [record["participants"] for record in run.history] == [[0, 1, 2]] * 5
     merged = dict(tree.leaves(run.server))
@@ -407,22 +413,24 @@ def test_a_hub_that_goes_on_has_the_bits_of_one_that_did_not_stop(
 def test_another_version_is_refused_in_one_line(party: Party) -> None:
     party.stop()
     lines: list[str] = []
-    station = Station(party.folder / "d", Own(party.federation.clients[0], 4), device="cpu", log=lines.append)
+    site_client = SiteClient(
+        party.folder / "d", SiteData(party.federation.clients[0], 4), device="cpu", log=lines.append
+    )
 
     def talk(header: Any, body: bytes) -> Any:
-        return party.desk.answer("d", {**header, "version": "0.0.1"} if header["do"] == "hello" else header, body)
+        return party.hub_server.answer("d", {**header, "version": "0.0.1"} if header["do"] == "hello" else header, body)
 
     with pytest.raises(InputError, match=r"the hub has fedstill .*, this site 0.0.1: install the same"):
-        attend(station, talk, threading.Event())
-    assert party.desk.refusals[-1]["site"] == "d"
+        attend(site_client, talk, threading.Event())
+    assert party.hub_server.refusals[-1]["site"] == "d"
 
 
 @pytest.mark.parametrize("about", [None, [], {}, {"shape": [10**9]}, {"shape": "x", "dtype": "float32"}])
 def test_nonsense_of_a_site_is_refused(about: object) -> None:
-    desk = hubs.Desk()
-    answer, _ = desk.answer("a", {"do": "hello", "version": fs.__version__, "about": about}, b"")
+    hub_server = HubServer()
+    answer, _ = hub_server.answer("a", {"do": "hello", "version": fs.__version__, "about": about}, b"")
     assert "cannot be read" in answer["refused"]
-    assert not desk.known
+    assert not hub_server.sites
 
 
 @pytest.mark.parametrize(
@@ -430,7 +438,7 @@ def test_nonsense_of_a_site_is_refused(about: object) -> None:
     [("shape", [7], "shape of site 'b'"), ("labels", ["x", "y"], "classes of site 'b'"), ("dtype", "float64", "dtype")],
 )
 def test_sites_that_do_not_fit_are_named(field: str, value: object, named: str, federation: Federation) -> None:
-    abouts = [{**Own(client, 4, ("p", "q", "r", "s")).about()} for client in federation.clients]
+    abouts = [{**SiteData(client, 4, ("p", "q", "r", "s")).about()} for client in federation.clients]
     abouts[1][field] = value
     with pytest.raises(InputError, match=named):
         skeleton(NAMES, abouts)
@@ -461,17 +469,17 @@ def copies(folder: Path, to: Path) -> Path:
 def test_an_audit_merges_and_trains_again_to_the_same_bits_and_names_what_was_changed(
     method: str, party: Party
 ) -> None:
-    desk = party.desk
-    party.desk = Dying(hold=0.2)
-    party.desk.when = "train", 2, "b"
+    hub_server = party.hub_server
+    party.hub_server = Dying(hold=0.2)
+    party.hub_server.when = "train", 2, "b"
     with pytest.raises(TrainingError, match="killed"):
         party.run(METHODS[method](), audit=True)
-    party.desk = desk  # the next hub: the second round is made twice
+    party.hub_server = hub_server  # the next hub: the second round is made twice
     party.run(METHODS[method](), audit=True)
     run = party.folder / "run"
     assert audit.of_hub(run) == []
     sites = {name: next((party.folder / name).glob("*")) for name in NAMES}
-    own = {name: Own(party.federation.clients[k], 4) for k, name in enumerate(NAMES)}
+    own = {name: SiteData(party.federation.clients[k], 4) for k, name in enumerate(NAMES)}
     for name, folder in sites.items():
         assert audit.of_site(folder, own[name]) == []
     kept = {e["id"] for e in audit.read(run / "audit" / "log.jsonl")[0] if e["what"] == "reply" and e["site"] == "a"}

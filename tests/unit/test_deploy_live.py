@@ -15,7 +15,9 @@ from fedstill.core.errors import InputError, TrainingError
 from fedstill.data import Federation
 from fedstill.deploy import audit
 from fedstill.deploy import hub as hubs
-from fedstill.deploy.data import Own
+from fedstill.deploy.canary import canary
+from fedstill.deploy.data import SiteData
+from fedstill.deploy.hub_server import HubServer
 from fedstill.methods import METHODS
 from fedstill.run.experiment import Experiment
 from fedstill.run.journal import Journal
@@ -29,7 +31,7 @@ BUFFERED: dict[str, Any] = {"mode": "fedbuff", "buffer": 2, "profile": "real", "
 
 
 class Slow(OneAtATime):
-    """A station that takes its time for training."""
+    """A site_client that takes its time for training."""
 
     def handle(self, data: bytes) -> bytes:
         if self.folder.name == "c" and wire.decode(data, Order).kind == "train":
@@ -40,7 +42,7 @@ class Slow(OneAtATime):
 @pytest.fixture
 def party(federation: Federation, tmp_path: Path) -> Any:  # noqa: F811
     made = Party(federation, tmp_path)
-    made.station = Slow
+    made.site_client = Slow
     for name in NAMES:
         made.start(name)
     yield made
@@ -66,7 +68,7 @@ def test_fast_sites_count_more_often_and_nobody_waits_for_the_slow_one(mode: str
     assert set(run.history[-1]["personal_clients"]) == {"0", "1", "2"}
     assert audit.of_hub(party.folder / "run") == []
     for k, name in enumerate(NAMES):
-        own = Own(party.federation.clients[k], party.federation.classes)
+        own = SiteData(party.federation.clients[k], party.federation.classes)
         assert audit.of_site(next((party.folder / name).glob("*")), own) == []
 
 
@@ -81,27 +83,27 @@ def test_a_buffer_of_all_sites_is_the_synchronous_run(federation: Federation, pa
             torch.testing.assert_close(party.personal(name)[entry], leaf, rtol=0, atol=1e-12)
 
 
-class Dying(hubs.Desk):
-    """The desk of a hub that is killed when so many replies of a kind have come."""
+class Dying(HubServer):
+    """The hub_server of a hub that is killed when so many replies of a kind have come."""
 
     kind, left = "train", 0
 
     def answer(self, site: str, header: Any, body: bytes) -> Any:
-        if header.get("do") == "reply" and self.opened is not None and wire.decode(body, Reply).kind == self.kind:
+        if header.get("do") == "reply" and self.open_run is not None and wire.decode(body, Reply).kind == self.kind:
             self.left -= 1
             if not self.left:
-                self.opened.sites.close("killed")
+                self.open_run.transport.close("killed")
         return super().answer(site, header, body)
 
 
 @pytest.mark.parametrize("at", [("train", 1), ("train", 4), ("train", 5), ("score", 3), ("state", 6)])
 def test_a_hub_that_is_killed_goes_on_and_nothing_counts_twice(at: tuple[str, int], party: Party) -> None:
     """The audit merges what was kept again: an update that counted twice, or from another state, would give other bits."""
-    party.desk = Dying(hold=0.2)
-    party.desk.kind, party.desk.left = at
+    party.hub_server = Dying(hold=0.2)
+    party.hub_server.kind, party.hub_server.left = at
     with pytest.raises(TrainingError, match="killed"):
         party.run(METHODS["pfedsd"](), audit=True, **{**BUFFERED, "rounds": 5})
-    party.desk = hubs.Desk(hold=0.2)  # another process: it knows nobody
+    party.hub_server = HubServer(hold=0.2)  # another process: it knows nobody
     party.run(METHODS["pfedsd"](), audit=True, **{**BUFFERED, "rounds": 5})
     history = Journal(party.folder / "run").history()
     assert [record["round"] for record in history] == [1, 2, 3, 4, 5]
@@ -110,7 +112,7 @@ def test_a_hub_that_is_killed_goes_on_and_nothing_counts_twice(at: tuple[str, in
     assert len(set(used)) == len(used)  # (client, round of the order): each counted once
     assert audit.of_hub(party.folder / "run") == []
     for k, name in enumerate(NAMES):
-        own = Own(party.federation.clients[k], party.federation.classes)
+        own = SiteData(party.federation.clients[k], party.federation.classes)
         assert audit.of_site(next((party.folder / name).glob("*")), own) == []
 
 
@@ -146,7 +148,7 @@ def test_what_is_under_way_is_in_the_checkpoint(party: Party) -> None:
     under_way = orders_of(checkpoint.state()["timing"])
     assert sorted(under_way) == Journal(party.folder / "run").history()[-1]["at_work"]
     held = Experiment.from_toml(party.folder / "run" / "experiment.toml")
-    hubs.run(party.desk, held, NAMES, party.folder / "run", rounds=4)  # continues from there
+    hubs.run(party.hub_server, held, NAMES, party.folder / "run", rounds=4)  # continues from there
     history = Journal(party.folder / "run").history()
     assert len(history) == 4
     used = [(k, r["round"] - r["staleness"][str(k)]) for r in history for k in r["participants"]]
@@ -154,9 +156,9 @@ def test_what_is_under_way_is_in_the_checkpoint(party: Party) -> None:
 
 
 def test_the_canary_asks_every_site_whatever_the_mode(party: Party) -> None:
-    assert not party.desk.wait_for(NAMES, 20)
+    assert not party.hub_server.wait_for(NAMES, 20)
     experiment = Experiment(method=METHODS["pfedsd"](), **{**HELD, **BUFFERED, "buffer": 1})
-    told = hubs.canary(party.desk, experiment, NAMES, party.folder / "canary")
+    told = canary(party.hub_server, experiment, NAMES, party.folder / "canary")
     assert told["wrong"] == []
     assert len(told["rows"]) == 3
 
@@ -167,12 +169,12 @@ def test_a_simulated_clock_is_refused() -> None:
     hubs.check(Experiment(method=METHODS["pfedsd"](), **{**HELD, "profile": "real", "mode": "fedbuff"}))
 
 
-# ---- one station -----------------------------------------------------------------------------------------------------
+# ---- one site_client -----------------------------------------------------------------------------------------------------
 def opened(folder: Path, federation: Federation, attempt: int = 1, **about: Any) -> OneAtATime:  # noqa: F811
-    station = OneAtATime(folder, Own(federation.clients[0], 4), device="cpu")
+    site_client = OneAtATime(folder, SiteData(federation.clients[0], 4), device="cpu")
     run = {"run": "r1", "attempt": attempt, "round": 0, "client": 0, "clients": 3, "classes": 4, **about}
-    station.open({**run, "experiment": Experiment(method=METHODS["pfedsd"](), **{**HELD, **BUFFERED}).to_toml()})
-    return station
+    site_client.open({**run, "experiment": Experiment(method=METHODS["pfedsd"](), **{**HELD, **BUFFERED}).to_toml()})
+    return site_client
 
 
 def test_an_order_under_way_finds_the_site_as_it_was_when_it_was_given(federation: Federation, tmp_path: Path) -> None:  # noqa: F811

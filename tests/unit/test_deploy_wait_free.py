@@ -16,7 +16,8 @@ from fedstill.core.errors import InputError, TrainingError
 from fedstill.data import Federation
 from fedstill.deploy import audit
 from fedstill.deploy import hub as hubs
-from fedstill.deploy.data import Own
+from fedstill.deploy.data import SiteData
+from fedstill.deploy.hub_server import HubServer
 from fedstill.engine.bench import Work
 from fedstill.engine.paced import Paced
 from fedstill.methods import METHODS
@@ -42,7 +43,7 @@ class Together(OneAtATime):
     def open(self, about: Any) -> None:
         super().open(about)
         self.opened.add(self.folder.name)
-        start = self.meanwhile.start
+        start = self.background.start
 
         def wait() -> None:
             end = time.monotonic() + 20
@@ -50,13 +51,13 @@ class Together(OneAtATime):
                 time.sleep(0.01)
             start()
 
-        self.meanwhile.start = wait  # type: ignore[method-assign]
+        self.background.start = wait  # type: ignore[method-assign]
 
 
 @pytest.fixture
 def party(federation: Federation, tmp_path: Path) -> Any:  # noqa: F811
     made = Party(federation, tmp_path)
-    made.station = type("Together", (Together,), {"opened": set()})
+    made.site_client = type("Together", (Together,), {"opened": set()})
     for name in NAMES:
         made.start(name)
     yield made
@@ -114,17 +115,17 @@ def checked(party: Party) -> None:
     """Hub and sites do everything again, from what was kept, to the same bits."""
     assert audit.of_hub(party.folder / "run") == []
     for k, name in enumerate(NAMES):
-        own = Own(party.federation.clients[k], party.federation.classes)
+        own = SiteData(party.federation.clients[k], party.federation.classes)
         assert audit.of_site(next((party.folder / name).glob("*")), own) == []
 
 
 def test_fixed_after_a_hub_that_was_killed_has_the_same_bits(federation: Federation, party: Party) -> None:  # noqa: F811
     waits = local(federation, fs.Ditto())
-    party.desk = Dying(hold=0.2)
-    party.desk.when = "train", 2, "b"
+    party.hub_server = Dying(hold=0.2)
+    party.hub_server.when = "train", 2, "b"
     with pytest.raises(TrainingError, match="killed"):
         party.run(fs.Ditto(), audit=True, **FIXED)
-    party.desk = hubs.Desk(hold=0.2)
+    party.hub_server = HubServer(hold=0.2)
     run = party.run(fs.Ditto(), audit=True, **FIXED)
     merged = dict(tree.leaves(run.server))
     assert all(torch.equal(merged[entry], leaf) for entry, leaf in tree.leaves(waits.server))
@@ -188,20 +189,20 @@ def test_a_kill_leaves_what_was_kept(party: Party) -> None:
             party.start("a")
         time.sleep(0.02)
 
-    party.desk = Dying(hold=0.2)
-    party.desk.when = "train", 4, "b"
+    party.hub_server = Dying(hold=0.2)
+    party.hub_server.when = "train", 4, "b"
     with pytest.raises(TrainingError, match="killed"):
         party.run(fs.Ditto(), audit=True, rounds=5, progress=progress, **UNTIL)
-    party.desk = hubs.Desk(hold=0.2)
+    party.hub_server = HubServer(hold=0.2)
     party.run(fs.Ditto(), audit=True, rounds=5, **UNTIL)
     assert [record["participants"] for record in Journal(party.folder / "run").history()] == [[0, 1, 2]] * 5
     checked(party)
 
 
-# ---- one station -----------------------------------------------------------------------------------------------------
+# ---- one site_client -----------------------------------------------------------------------------------------------------
 @pytest.fixture
-def station(federation: Federation, tmp_path: Path) -> Any:  # noqa: F811
-    made = OneAtATime(tmp_path / "a", Own(federation.clients[0], 4), device="cpu")
+def site_client(federation: Federation, tmp_path: Path) -> Any:  # noqa: F811
+    made = OneAtATime(tmp_path / "a", SiteData(federation.clients[0], 4), device="cpu")
     about = {"run": "r1", "attempt": 1, "round": 0, "client": 0, "clients": 3, "classes": 4}
     made.open(
         {**about, "experiment": Experiment(method=fs.Ditto(), **{**HELD, **UNTIL, "personal_cap": 10**6}).to_toml()}
@@ -209,65 +210,65 @@ def station(federation: Federation, tmp_path: Path) -> Any:  # noqa: F811
     return made
 
 
-def asked(station: OneAtATime, kind: str, round: int = 1, **fields: Any) -> Reply:
-    initial = station._sim.initial
+def asked(site_client: OneAtATime, kind: str, round: int = 1, **fields: Any) -> Reply:
+    initial = site_client._sim.initial
     down = {} if kind == "state" else {"params": initial}
-    return wire.decode(station.handle(wire.encode(Order(kind, round, 0, down, **fields))), Reply)  # type: ignore[arg-type]
+    return wire.decode(site_client.handle(wire.encode(Order(kind, round, 0, down, **fields))), Reply)  # type: ignore[arg-type]
 
 
-def test_scores_have_a_copy_and_what_is_kept_does_not_move_meanwhile(station: OneAtATime) -> None:
-    asked(station, "train", work="generic")
-    before = station._state()
-    station.meanwhile.start()
+def test_scores_have_a_copy_and_what_is_kept_does_not_move_meanwhile(site_client: OneAtATime) -> None:
+    asked(site_client, "train", work="generic")
+    before = site_client._state()
+    site_client.background.start()
     told = []
     for _ in range(3):
         time.sleep(0.05)
-        score = asked(station, "score", generic=station._sim.initial)
+        score = asked(site_client, "score", generic=site_client._sim.initial)
         assert 0 <= score.report["personal"] <= score.report["samples"]
-        told.append(station.meanwhile.told)
+        told.append(site_client.background.reported)
     assert 0 < told[0] < told[1] < told[2]  # the step counter rises
-    assert identical(flat(before), flat(station._state()))  # nothing of it is kept yet
-    reply = asked(station, "train", 2, work="generic")
+    assert identical(flat(before), flat(site_client._state()))  # nothing of it is kept yet
+    reply = asked(site_client, "train", 2, work="generic")
     assert reply.report["personal_steps"] >= told[2]
     assert not [thread for thread in threading.enumerate() if thread.name == "personal training"]
-    assert not identical(flat(before), flat(station._state()))
+    assert not identical(flat(before), flat(site_client._state()))
 
 
 def flat(reply: Reply) -> dict[str, Any]:
     return {"": dict(tree.leaves(reply.up))}
 
 
-def test_a_personal_training_that_fails_is_told_once_and_the_site_goes_on(station: OneAtATime) -> None:
-    asked(station, "train", work="generic")
+def test_a_personal_training_that_fails_is_told_once_and_the_site_goes_on(site_client: OneAtATime) -> None:
+    asked(site_client, "train", work="generic")
 
     def fail() -> None:
         raise RuntimeError("out of memory")
 
-    station.meanwhile._begin = fail  # type: ignore[method-assign, assignment]
-    station.meanwhile.start()
-    reply = asked(station, "train", 2, work="generic")
+    site_client.background._new = fail  # type: ignore[method-assign, assignment]
+    site_client.background.start()
+    reply = asked(site_client, "train", 2, work="generic")
     assert reply.refusal == "it failed: personal training of round 1: out of memory"
-    assert asked(station, "train", 2, work="generic").report["personal_steps"] == 0
+    assert asked(site_client, "train", 2, work="generic").report["personal_steps"] == 0
 
 
-def test_steps_that_were_kept_are_told_after_a_kill(station: OneAtATime, federation: Federation) -> None:  # noqa: F811
-    asked(station, "train", work="generic")
-    station.meanwhile.start()
+def test_steps_that_were_kept_are_told_after_a_kill(site_client: OneAtATime, federation: Federation) -> None:  # noqa: F811
+    asked(site_client, "train", work="generic")
+    site_client.background.start()
     time.sleep(0.1)
-    order = Order("train", 2, 0, {"params": station._sim.initial}, work="generic")
-    handle = station._edge.handle
+    order = Order("train", 2, 0, {"params": site_client._sim.initial}, work="generic")
+    handle = site_client._edge.handle
 
     def killed(orders: Any) -> Any:
         raise KeyboardInterrupt
 
-    station._edge.handle = lambda orders: killed(orders) if orders[0].kind == "train" else handle(orders)  # type: ignore[method-assign, assignment]
+    site_client._edge.handle = lambda orders: killed(orders) if orders[0].kind == "train" else handle(orders)  # type: ignore[method-assign, assignment]
     with pytest.raises(KeyboardInterrupt):
-        station.handle(wire.encode(order))
-    made = station.meanwhile.untold
+        site_client.handle(wire.encode(order))
+    made = site_client.background.unreported
     assert made > 0
-    again = OneAtATime(station.folder, Own(federation.clients[0], 4), device="cpu")
+    again = OneAtATime(site_client.folder, SiteData(federation.clients[0], 4), device="cpu")
     about = {"run": "r1", "attempt": 1, "round": 0, "client": 0, "clients": 3, "classes": 4}
-    again.open({**about, "experiment": station._sim.experiment.to_toml()})
+    again.open({**about, "experiment": site_client._sim.experiment.to_toml()})
     assert wire.decode(again.handle(wire.encode(order)), Reply).report["personal_steps"] == made
 
 

@@ -18,10 +18,11 @@ from fedstill.core.errors import InputError, TrainingError
 from fedstill.core.secret import Secret, digest_of
 from fedstill.core.task import SampleNoise
 from fedstill.data import Federation
-from fedstill.deploy import audit, hidden, jobs
+from fedstill.deploy import audit, jobs, privacy_log
 from fedstill.deploy import hub as hubs
-from fedstill.deploy.data import Own
-from fedstill.deploy.hidden import BOOKS, HubBooks, secret_in, spent_at
+from fedstill.deploy.data import SiteData
+from fedstill.deploy.hub_server import HubServer
+from fedstill.deploy.privacy_log import PRIVACY_LOG, HubPrivacyLog, secret_in, spent_at
 from fedstill.engine import private
 from fedstill.methods import METHODS
 from fedstill.run.experiment import Experiment
@@ -121,7 +122,7 @@ class Private(Party):
         return super().run(method, out, secret=self.secrets["hub"], **changed)
 
     def books(self, name: str) -> list[dict[str, Any]]:
-        (file,) = (self.folder / name).glob(f"*/{BOOKS}")
+        (file,) = (self.folder / name).glob(f"*/{PRIVACY_LOG}")
         entries, wrong = audit.read(file)
         assert not wrong
         return entries
@@ -181,11 +182,11 @@ def test_a_round_that_is_done_again_has_the_same_noise_and_costs_nothing(
     undisturbed = calm.run(METHODS["scaffold"](), **LOCAL)
     calm.stop()
     party = Private(federation, tmp_path / "killed")
-    party.desk = Dying(hold=0.2)
-    party.desk.when = "train", 2, "b"
+    party.hub_server = Dying(hold=0.2)
+    party.hub_server.when = "train", 2, "b"
     with pytest.raises(TrainingError, match="killed"):
         party.run(METHODS["scaffold"](), **LOCAL)
-    party.desk = hubs.Desk(hold=0.2)
+    party.hub_server = HubServer(hold=0.2)
     run = party.run(METHODS["scaffold"](), **LOCAL)
     party.stop()
     merged = dict(tree.leaves(run.server))
@@ -200,22 +201,22 @@ class Alone:
     """One site, whose hub is this test."""
 
     def __init__(self, folder: Path, federation: Federation, method: Any = None, **changed: Any) -> None:
-        self.folder, self.own = folder, Own(federation.clients[0], 4)
+        self.folder, self.own = folder, SiteData(federation.clients[0], 4)
         self.experiment = Experiment(method=method or METHODS["fedavg"](), **{**HELD, **LOCAL, **changed})
         self.sim = local(federation, METHODS["fedavg"](), rounds=1)
 
-    def station(self, secret: Secret | None = ONE, run: str = "r1", attempt: int = 1, **how: Any) -> OneAtATime:
-        station = OneAtATime(self.folder, self.own, device="cpu", secret=secret, **how)
+    def site_client(self, secret: Secret | None = ONE, run: str = "r1", attempt: int = 1, **how: Any) -> OneAtATime:
+        site_client = OneAtATime(self.folder, self.own, device="cpu", secret=secret, **how)
         about = {"run": run, "attempt": attempt, "round": 0, "client": 0, "clients": 3, "classes": 4}
-        station.open({**about, "experiment": self.experiment.to_toml()})
-        return station
+        site_client.open({**about, "experiment": self.experiment.to_toml()})
+        return site_client
 
     def order(self, scale: float = 1.0, round: int = 1, **how: Any) -> bytes:
         down = {"params": {name: scale * value for name, value in self.sim.task.net.initial().items()}}
         return wire.encode(Order("train", round, 0, down, **how))
 
-    def trained(self, station: OneAtATime, order: bytes) -> Reply:
-        return wire.decode(station.handle(order), Reply)
+    def trained(self, site_client: OneAtATime, order: bytes) -> Reply:
+        return wire.decode(site_client.handle(order), Reply)
 
 
 def test_a_hub_that_asks_again_with_another_model_gets_other_noise_and_it_is_counted(
@@ -223,10 +224,10 @@ def test_a_hub_that_asks_again_with_another_model_gets_other_noise_and_it_is_cou
 ) -> None:
     """With the same noise twice the difference of two uploads would be that of two gradients, without any noise."""
     alone = Alone(tmp_path, federation, noise_multiplier=10.0, epochs=1)
-    station = alone.station()
+    site_client = alone.site_client()
     orders = [alone.order(), alone.order(1.0001), alone.order()]
-    replies = [alone.trained(station, order) for order in orders[:2]]
-    replies.append(alone.trained(alone.station(attempt=2), orders[2]))  # a hub that was stopped begins again
+    replies = [alone.trained(site_client, order) for order in orders[:2]]
+    replies.append(alone.trained(alone.site_client(attempt=2), orders[2]))  # a hub that was stopped begins again
     changes = []
     for order, reply in zip(orders, replies, strict=True):
         down = wire.decode(order, Order).down["params"]
@@ -235,7 +236,7 @@ def test_a_hub_that_asks_again_with_another_model_gets_other_noise_and_it_is_cou
     gradients = 0.05 * steps * 2 * 40 / 8  # the farthest that clipped gradients alone can move two models apart
     assert (changes[0] - changes[1]).norm() > 3 * gradients
     assert torch.equal(changes[0], changes[2])  # the same work again: the same bytes, which tell nothing new
-    entries, _ = audit.read(tmp_path / "r1" / BOOKS)
+    entries, _ = audit.read(tmp_path / "r1" / PRIVACY_LOG)
     assert [entry["what"] for entry in entries] == ["secret", "work", "work"]
     assert entries[2]["epsilon"] > entries[1]["epsilon"]
     assert spent_at(tmp_path / "r1") == entries[2]["epsilon"]
@@ -243,23 +244,23 @@ def test_a_hub_that_asks_again_with_another_model_gets_other_noise_and_it_is_cou
 
 def test_a_site_stops_at_its_own_bound_over_all_runs(federation: Federation, tmp_path: Path) -> None:
     alone = Alone(tmp_path, federation, epochs=1)
-    free = alone.station()
+    free = alone.site_client()
     for scale in (1.0, 2.0, 3.0):
         assert not alone.trained(free, alone.order(scale)).refusal
-    costs = [e["epsilon"] for e in audit.read(tmp_path / "r1" / BOOKS)[0] if e["what"] == "work"]
-    strict = alone.station(run="r2", max_epsilon=costs[2] + costs[1] + 0.01)
+    costs = [e["epsilon"] for e in audit.read(tmp_path / "r1" / PRIVACY_LOG)[0] if e["what"] == "work"]
+    strict = alone.site_client(run="r2", max_epsilon=costs[2] + costs[1] + 0.01)
     assert not alone.trained(strict, alone.order()).refusal
     assert not alone.trained(strict, alone.order(2.0)).refusal
     assert "above this site's" in alone.trained(strict, alone.order(3.0)).refusal
     assert not alone.trained(strict, alone.order(2.0)).refusal  # it has been paid for
     with pytest.raises(InputError, match="this site's other runs have cost"):
-        alone.station(run="r3", max_epsilon=costs[1])
+        alone.site_client(run="r3", max_epsilon=costs[1])
     unprotected = Alone(tmp_path, federation, privacy="off")
     with pytest.raises(InputError, match="owner has set a bound"):
-        unprotected.station(run="r4", max_epsilon=100.0)
+        unprotected.site_client(run="r4", max_epsilon=100.0)
     budget = Alone(tmp_path / "budget", federation, epochs=1, privacy_budget=costs[1] + 0.01, participation=0.5)
-    station = budget.station()
-    assert [bool(budget.trained(station, budget.order(scale)).refusal) for scale in (1.0, 2.0, 3.0)] == [
+    site_client = budget.site_client()
+    assert [bool(budget.trained(site_client, budget.order(scale)).refusal) for scale in (1.0, 2.0, 3.0)] == [
         False,
         False,
         True,
@@ -269,58 +270,58 @@ def test_a_site_stops_at_its_own_bound_over_all_runs(federation: Federation, tmp
 def test_a_lost_or_other_secret_and_changed_books_are_refused(federation: Federation, tmp_path: Path) -> None:
     alone = Alone(tmp_path, federation)
     with pytest.raises(InputError, match="without a secret"):
-        alone.station(None)
-    alone.trained(alone.station(), alone.order())
-    alone.station()  # goes on
+        alone.site_client(None)
+    alone.trained(alone.site_client(), alone.order())
+    alone.site_client()  # goes on
     with pytest.raises(InputError, match="secret = another: should be that with which the run began"):
-        alone.station(TWO)
-    file = tmp_path / "r1" / BOOKS
+        alone.site_client(TWO)
+    file = tmp_path / "r1" / PRIVACY_LOG
     data = file.read_bytes()
     file.write_bytes(data + data.splitlines()[-1][:20])  # cut short by a kill: it goes on
-    alone.station()
+    alone.site_client()
     assert file.read_bytes() == data
     file.write_bytes(data.replace(b'"steps": ', b'"steps": 1', 1) + data.splitlines()[-1] + b"\n")
     with pytest.raises(InputError, match="as it was written"):
-        alone.station()
+        alone.site_client()
     file.write_bytes(b"{" + data + b'{"what": ')  # damaged in the middle, and cut short besides
     with pytest.raises(InputError, match="as it was written"):
-        alone.station()
+        alone.site_client()
     file.unlink()
     with pytest.raises(InputError, match="without it ε is not known"):
-        alone.station()
+        alone.site_client()
 
 
 def test_a_hub_cannot_have_a_site_reveal_more(federation: Federation, tmp_path: Path) -> None:
     plain = Alone(tmp_path / "plain", federation)
-    expected = plain.trained(plain.station(), plain.order())
+    expected = plain.trained(plain.site_client(), plain.order())
     crafty = Alone(tmp_path / "crafty", federation, engine="stacked")  # an engine that knows no secrets
-    got = crafty.trained(crafty.station(), crafty.order())
+    got = crafty.trained(crafty.site_client(), crafty.order())
     assert same(expected.up["params"], got.up["params"])
-    station = crafty.station()
+    site_client = crafty.site_client()
     for order in (Order("tune", 1, 0, epochs=1), Order("model", 1, 0), Order("idle", 1, 0), Order("begin", 1, 0)):
-        assert wire.decode(station.handle(wire.encode(order)), Reply).refusal, order.kind
-    assert "watch" not in crafty.trained(station, crafty.order(watch=True)).report
-    assert crafty.trained(station, crafty.order(watch=True)).refusal
+        assert wire.decode(site_client.handle(wire.encode(order)), Reply).refusal, order.kind
+    assert "watch" not in crafty.trained(site_client, crafty.order(watch=True)).report
+    assert crafty.trained(site_client, crafty.order(watch=True)).refusal
     for method in ("ditto", "fedbabu"):
         with pytest.raises(InputError, match="method"):
-            Alone(tmp_path / method, federation, METHODS[method]()).station()
+            Alone(tmp_path / method, federation, METHODS[method]()).site_client()
 
 
 def test_a_site_that_is_killed_in_a_round_of_dp_sgd_goes_on(
     federation: Federation, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    from .test_savepoint import Killed, Life, Often
+    from .test_savepoint import Killed, Life, SaveEvery
 
     life = Life(monkeypatch)
     alone, calm = (Alone(tmp_path / name, federation, METHODS["pfedsd"](), epochs=3) for name in ("a", "b"))
     order = alone.order()
-    expected = calm.trained(calm.station(), order)
+    expected = calm.trained(calm.site_client(), order)
     life.left, lives = 5, 0
     while True:
-        station = alone.station(often=Often(epochs=1))
+        site_client = alone.site_client(often=SaveEvery(epochs=1))
         life.left = 5
         try:
-            reply = alone.trained(station, order)
+            reply = alone.trained(site_client, order)
             break
         except Killed:
             lives += 1
@@ -328,12 +329,12 @@ def test_a_site_that_is_killed_in_a_round_of_dp_sgd_goes_on(
             life.left = -1
     assert lives >= 2
     assert same(expected.up["params"], reply.up["params"])
-    assert len(audit.read(alone.folder / "r1" / BOOKS)[0]) == 2  # it was counted once
+    assert len(audit.read(alone.folder / "r1" / PRIVACY_LOG)[0]) == 2  # it was counted once
 
 
 def test_a_site_s_audit_trains_its_noisy_rounds_again(party: Private) -> None:
     party.run(METHODS["pfedsd"](), audit=True, **LOCAL)
-    own = Own(party.federation.clients[0], 4)
+    own = SiteData(party.federation.clients[0], 4)
     (folder,) = (party.folder / "a").glob("*")
     assert audit.of_site(folder, own, secret=party.secrets["a"]) == []
     assert audit.of_hub(party.folder / "run") == []
@@ -359,10 +360,10 @@ def test_a_hub_draws_cohorts_and_noise_from_its_secret(federation: Federation, p
     assert "secret is not that of the run" in audit.of_hub(party.folder / "run", TWO)[0]
     assert "secret is not that of the run" in audit.of_hub(party.folder / "run")[0]
     with pytest.raises(InputError, match="secret = another"):
-        hubs.run(party.desk, Experiment.from_toml(party.folder / "run" / "experiment.toml"), NAMES, party.folder / "run",
+        hubs.run(party.hub_server, Experiment.from_toml(party.folder / "run" / "experiment.toml"), NAMES, party.folder / "run",
                  rounds=9, secret=TWO)  # fmt: skip
     with pytest.raises(InputError, match="a hub without a secret"):
-        hubs.run(party.desk, Experiment(method=method, **{**HELD, **CENTRAL}), NAMES, party.folder / "none")
+        hubs.run(party.hub_server, Experiment(method=method, **{**HELD, **CENTRAL}), NAMES, party.folder / "none")
 
 
 def test_a_hub_that_is_killed_gives_no_second_mean_of_a_round(
@@ -374,23 +375,23 @@ def test_a_hub_that_is_killed_gives_no_second_mean_of_a_round(
     undisturbed = calm.run(method, **settings)
     calm.stop()
     party = Private(federation, tmp_path / "killed")
-    party.desk = Dying(hold=0.2)
-    party.desk.when = "score", 2, "b"  # the second round's mean is with the sites
+    party.hub_server = Dying(hold=0.2)
+    party.hub_server.when = "score", 2, "b"  # the second round's mean is with the sites
     with pytest.raises(TrainingError, match="killed"):
         party.run(method, **settings)
-    party.desk = hubs.Desk(hold=0.2)
+    party.hub_server = HubServer(hold=0.2)
     run = party.run(method, **settings)
     merged = dict(tree.leaves(run.server))
     assert all(torch.equal(merged[entry], leaf) for entry, leaf in tree.leaves(undisturbed.server))
     # the same, and a site that refuses when the round is done again
-    party.desk = Dying(hold=0.2)
-    party.desk.when = "score", 2, "b"
+    party.hub_server = Dying(hold=0.2)
+    party.hub_server.when = "score", 2, "b"
     monkeypatch.setattr(hubs.secrets, "token_hex", lambda size: "c" * 16)
     with pytest.raises(TrainingError, match="killed"):
         party.run(method, "other", **settings)
     party.stop("a")
     monkeypatch.setattr(OneAtATime, "_carry_out", refusing(OneAtATime._carry_out))
-    party.desk = hubs.Desk(hold=0.2)
+    party.hub_server = HubServer(hold=0.2)
     party.start("a")
     with pytest.raises(TrainingError, match="round 2: its noisy mean was given away"):
         party.run(method, "other", **settings)
@@ -409,7 +410,7 @@ def refusing(plain: Any) -> Any:
 
 
 def test_the_noise_of_a_merge_is_that_of_all_it_follows_from(tmp_path: Path) -> None:
-    books = HubBooks(tmp_path, ONE, "r")
+    books = HubPrivacyLog(tmp_path, ONE, "r")
     start = {"w": torch.zeros(2000, dtype=torch.float64)}
 
     def mean(round: int, trees: list[Any]) -> torch.Tensor:
@@ -424,18 +425,18 @@ def test_the_noise_of_a_merge_is_that_of_all_it_follows_from(tmp_path: Path) -> 
     with pytest.raises(TrainingError, match="given away"):
         mean(1, [start])
     assert abs(float((mean(2, zeros) * 4 / 2 * first).mean())) < 4 / math.sqrt(2000)
-    books = HubBooks(tmp_path, ONE, "r", begun=True)  # another process
+    books = HubPrivacyLog(tmp_path, ONE, "r", begun=True)  # another process
     assert torch.equal(mean(1, zeros) * 4 / 2, first)
     with pytest.raises(TrainingError, match="given away"):
         mean(2, [start])
     with pytest.raises(InputError, match="ε is not known"):
-        HubBooks(tmp_path / "gone", ONE, "r", begun=True)
+        HubPrivacyLog(tmp_path / "gone", ONE, "r", begun=True)
 
 
 # ---- files and refusals ----------------------------------------------------------------------------------------------
 def test_a_secret_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> None:
     made = secret_in(tmp_path / "site")
-    file = tmp_path / "site" / hidden.FILE
+    file = tmp_path / "site" / privacy_log.FILE
     assert file.stat().st_mode & 0o777 == 0o600
     assert secret_in(tmp_path / "site") == made
     assert secret_in(tmp_path / "other") != made
@@ -453,7 +454,7 @@ def test_what_a_deployment_cannot_protect_is_refused(party: Private) -> None:
     with pytest.raises(InputError, match="round_deadline"):
         hubs.check_deadline(made("fedavg", **CENTRAL), "auto")
     with pytest.raises(InputError, match="round_deadline"):
-        hubs.run(party.desk, made("fedavg", **CENTRAL), NAMES, party.folder / "x", deadline=3.0)
+        hubs.run(party.hub_server, made("fedavg", **CENTRAL), NAMES, party.folder / "x", deadline=3.0)
     with pytest.raises(InputError, match="personal model is what DP-SGD trains"):
-        hubs.run(party.desk, made("ditto", **LOCAL), NAMES, party.folder / "y", secret=ONE)
+        hubs.run(party.hub_server, made("ditto", **LOCAL), NAMES, party.folder / "y", secret=ONE)
     assert jobs.hubs is hubs

@@ -14,9 +14,10 @@ import fedstill as fs
 from fedstill.core import tree
 from fedstill.core.method import Upload
 from fedstill.data import Federation
-from fedstill.deploy.data import Own
-from fedstill.deploy.savepoint import Often, Savepoint, pack, unpack, unseal
-from fedstill.deploy.site import Station
+from fedstill.deploy.data import SiteData
+from fedstill.deploy.savepoint import SaveEvery, Savepoint, pack, unpack
+from fedstill.deploy.site import SiteClient
+from fedstill.deploy.state_files import read_saved
 from fedstill.engine import fused
 from fedstill.engine.progress import Halfway
 from fedstill.engine.step import Step
@@ -67,18 +68,18 @@ def federation(shape: tuple[int, ...] = (6,)) -> Federation:
 class Site:
     """Client 0 of a run, whose hub is this test."""
 
-    def __init__(self, folder: Path, experiment: Experiment, shape: tuple[int, ...], often: Often) -> None:
+    def __init__(self, folder: Path, experiment: Experiment, shape: tuple[int, ...], often: SaveEvery) -> None:
         self.folder, self.experiment, self.often = folder, experiment, often
         self.federation = federation(shape)
         self.lines: list[str] = []
 
-    def station(self) -> Station:
+    def site_client(self) -> SiteClient:
         """Another process of the site."""
-        own = Own(self.federation.clients[0], self.federation.classes)
-        station = Station(self.folder, own, device="cpu", often=self.often, log=self.lines.append)
+        own = SiteData(self.federation.clients[0], self.federation.classes)
+        site_client = SiteClient(self.folder, own, device="cpu", often=self.often, log=self.lines.append)
         about = {"run": "r1", "attempt": 1, "round": 0, "client": 0, "clients": 3, "classes": 4}
-        station.open({**about, "experiment": self.experiment.to_toml()})
-        return station
+        site_client.open({**about, "experiment": self.experiment.to_toml()})
+        return site_client
 
     def second_round(self) -> bytes:
         """Do the first round; return the order of the second."""
@@ -86,7 +87,7 @@ class Site:
         method, task = sim.method, dataclasses.replace(sim.task, round=1)
         server = method.init_server(task, sim.initial)
         down = method.send(task, server, 0)
-        reply = wire.decode(self.station().handle(wire.encode(Order("train", 1, 0, down, id=7))), Reply)
+        reply = wire.decode(self.site_client().handle(wire.encode(Order("train", 1, 0, down, id=7))), Reply)
         assert not reply.refusal, reply.refusal
         server = method.merge(task, server, [Upload(reply.up, float(SAMPLES), 0, down)])
         down = method.send(dataclasses.replace(task, round=2), server, 0)
@@ -95,7 +96,7 @@ class Site:
 
 def kept_at(site: Site) -> dict[str, Any]:
     """What a site keeps of its client, as numbers."""
-    kept = unseal(site.folder / "r1" / "state.bin")
+    kept = read_saved(site.folder / "r1" / "state.bin")
     assert kept is not None
     reply = wire.decode(kept[1], Reply)
     return {**{name: leaf.numpy().tobytes() for name, leaf in tree.leaves(reply.up)}, **reply.report}
@@ -107,22 +108,22 @@ def check_kills(
     experiment: Experiment,
     every: int,
     shape: tuple[int, ...] = (6,),
-    often: Often | None = None,
+    often: SaveEvery | None = None,
 ) -> tuple[int, int]:
     """Kill a site whenever it has made so many steps: it comes to the same bytes. Return the steps without kills and with."""
-    often = often or Often(epochs=1)
+    often = often or SaveEvery(epochs=1)
     calm, killed = (Site(tmp_path / name, experiment, shape, often) for name in ("calm", "killed"))
     order = calm.second_round()
     assert killed.second_round() == order
-    station, life.steps = calm.station(), 0  # opening a run tries the model, which takes steps, too
-    answer = station.handle(order)
+    site_client, life.steps = calm.site_client(), 0  # opening a run tries the model, which takes steps, too
+    answer = site_client.handle(order)
     whole, made, lives = life.steps, 0, 0
     state = kept_at(calm)
     while True:
-        station = killed.station()
+        site_client = killed.site_client()
         life.left, life.steps = every, 0
         try:
-            assert station.handle(order) == answer
+            assert site_client.handle(order) == answer
             break
         except Killed:
             lives += 1
@@ -159,7 +160,7 @@ def test_within_an_epoch_where_it_is_kept_by_steps(
 ) -> None:
     life = Life(monkeypatch)
     experiment = Experiment(method=METHODS[method](), **{**HELD, "fast": False})
-    whole, made = check_kills(life, tmp_path, experiment, 3, often=Often(steps=2))
+    whole, made = check_kills(life, tmp_path, experiment, 3, often=SaveEvery(steps=2))
     assert made - whole <= (made // 3) * 2  # of three steps at most two are done again
     assert made < 3 * whole
 
@@ -169,7 +170,7 @@ def test_another_order_or_version_and_a_damaged_file_are_not_gone_on_with(tmp_pa
     about, device = {"attempt": 1, "order": 5, "round": 2}, torch.device("cpu")
 
     def savepoint(**changed: int) -> Savepoint:
-        return Savepoint(tmp_path / "half.bin", {**about, **changed}, device, Often(epochs=1), lines.append)
+        return Savepoint(tmp_path / "half.bin", {**about, **changed}, device, SaveEvery(epochs=1), lines.append)
 
     assert savepoint().load() is None
     savepoint().save(Halfway(1, 4, {"local": {"params": {"w": torch.ones(3)}}, "total": torch.tensor(2.0)}))
@@ -194,16 +195,16 @@ def test_another_order_or_version_and_a_damaged_file_are_not_gone_on_with(tmp_pa
 
 def test_a_damaged_savepoint_has_the_round_begin_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     life = Life(monkeypatch)
-    site = Site(tmp_path / "a", Experiment(method=fs.PFedSD(), **HELD), (6,), Often(epochs=1))
+    site = Site(tmp_path / "a", Experiment(method=fs.PFedSD(), **HELD), (6,), SaveEvery(epochs=1))
     order = site.second_round()
     life.left = EPOCH + 1
     with pytest.raises(Killed):
-        site.station().handle(order)
+        site.site_client().handle(order)
     (file,) = site.folder.rglob("half.bin")
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    life.left, again = -1, site.station()
+    life.left, again = -1, site.site_client()
     life.steps = 0
     reply = wire.decode(again.handle(order), Reply)
     assert life.steps == 3 * EPOCH
@@ -214,7 +215,7 @@ def test_a_damaged_savepoint_has_the_round_begin_again(tmp_path: Path, monkeypat
 def test_by_itself_it_is_kept_when_that_costs_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("fedstill.deploy.savepoint.time.monotonic", lambda: now)
-    savepoint = Savepoint(tmp_path / "half.bin", {"round": 1}, torch.device("cpu"), Often(), print)
+    savepoint = Savepoint(tmp_path / "half.bin", {"round": 1}, torch.device("cpu"), SaveEvery(), print)
     assert not savepoint.due(0, 4, True)  # training has hardly begun
     now += 1.0
     assert not savepoint.due(0, 5, False)  # within an epoch
@@ -224,7 +225,7 @@ def test_by_itself_it_is_kept_when_that_costs_little(tmp_path: Path, monkeypatch
         nonlocal now
         now += 2.0
 
-    monkeypatch.setattr("fedstill.deploy.savepoint.seal", slow)
+    monkeypatch.setattr("fedstill.deploy.savepoint.write_saved", slow)
     savepoint.save(Halfway(0, 8, {"total": torch.zeros(())}))
     now += 39.0  # two seconds are a twentieth of forty
     assert not savepoint.due(0, 12, True)

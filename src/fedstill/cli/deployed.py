@@ -15,9 +15,9 @@ from ..core.training import REAL
 from ..data import Federation
 from ..deploy import audit, demo, hub, jobs, process, web
 from ..deploy.certificates import fingerprint, read
-from ..deploy.data import Own
+from ..deploy.data import SiteData
 from ..deploy.folders import Hub, Site
-from ..deploy.hidden import secret_in
+from ..deploy.privacy_log import secret_in
 from ..deploy.process import Settings
 from ..methods import get
 from ..run import simulation
@@ -215,7 +215,7 @@ def _site_start(given: Mapping[str, Any], words: Sequence[str]) -> None:
     else:
         raise InputError("--data", Shown("nothing"), "an npz file or a folder: this site's own samples")
     settings.policy()
-    sizes = Own.read(settings.data, settings.split).about()["sizes"]
+    sizes = SiteData.read(settings.data, settings.split).about()["sizes"]
     process.check_stopped("site", site.folder)
     settings.write(site.folder)
     if "foreground" in given:
@@ -238,7 +238,7 @@ def _site_status(given: Mapping[str, Any], words: Sequence[str]) -> None:
 def _site_audit(given: Mapping[str, Any], words: Sequence[str]) -> None:
     site = Site.at(_folder(given, SITE))
     settings = Settings.read(site.folder)
-    own = Own.read(settings.data, settings.split)
+    own = SiteData.read(settings.data, settings.split)
     for run in sorted((site.folder / "runs").glob("*")):
         _report(
             f"run {run.name}: log, orders and replies", audit.of_site(run, own, settings.device, secret_in(site.folder))

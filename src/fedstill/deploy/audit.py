@@ -1,4 +1,4 @@
-"""Audit: check the logs of a run (`chain`), and replay it from what was kept.
+"""Audit: check the logs of a run (`chain`), and replay it from the saved orders and replies.
 
 All that is random comes from (seed, round, client), so a hub that is given the same
 replies merges to the same bits, and a site that is given the same orders answers with the same bytes.
@@ -27,14 +27,14 @@ from ..run.prepare import Simulation
 from ..transport import wire
 from ..transport.messages import Order, Reply
 from .chain import AUDIT, LOG, ORDERS, REPLIES, digest, read, record_digest, reply_file
-from .data import Own, skeleton
-from .hidden import HubBooks
-from .site import Station
+from .data import SiteData, skeleton
+from .privacy_log import HubPrivacyLog
+from .site import SiteClient
 
 
 # ---- at the hub ------------------------------------------------------------------------------------------------------
 class Replay:
-    """Makes a transport that answers with the replies that were kept (`run/session.Elsewhere`)."""
+    """Makes a transport that answers with saved replies (`run/session.Elsewhere`)."""
 
     seconds = 0.0
     live = True
@@ -42,12 +42,12 @@ class Replay:
     def __init__(
         self,
         names: Sequence[str],
-        kept: Mapping[tuple[int, str, int], bytes],
+        saved: Mapping[tuple[int, str, int], bytes],
         arrivals: Sequence[int] = (),
-        hidden: HubBooks | None = None,
+        privacy_log: HubPrivacyLog | None = None,
     ) -> None:
         """`arrivals` are the clients whose replies to `train` were merged as they arrived, in that order, over all rounds."""
-        self.names, self.kept, self._hidden = names, kept, hidden
+        self.names, self.saved, self._privacy_log = names, saved, privacy_log
         self._arrivals = deque(arrivals)
         self._trained: dict[int, Reply] = {}
         self._others: deque[Reply] = deque()
@@ -60,14 +60,14 @@ class Replay:
         """Return the transport."""
         return self
 
-    def hidden(self) -> HubBooks | None:
+    def hidden(self) -> HubPrivacyLog | None:
         """Return what the hub's noise is drawn from."""
-        return self._hidden
+        return self._privacy_log
 
     def dispatch(self, orders: Sequence[Order]) -> None:
-        """Answer with what was kept; an order that nobody answered then is not answered now."""
+        """Answer with the saved replies; an order that nobody answered then is not answered now."""
         for order in orders:
-            data = self.kept.get((order.round, order.kind, order.client))
+            data = self.saved.get((order.round, order.kind, order.client))
             if data is None and not (self._arrivals and order.kind == "train"):
                 continue
             reply = Reply("train", order.round, order.client, fault="its reply was not kept")
@@ -94,7 +94,7 @@ class Replay:
 
 
 def of_hub(folder: Path, secret: Secret | None = None) -> list[str]:
-    """Check a run folder of a hub: log, records, what was kept; merge again. Return what is wrong.
+    """Check a run folder of a hub: log, records, saved replies; merge again. Return what is wrong.
 
     `secret` is the hub's, without which a run with noise at the server cannot be merged again.
     """
@@ -112,7 +112,7 @@ def of_hub(folder: Path, secret: Secret | None = None) -> list[str]:
     if not (folder / REPLIES).exists():
         return [*wrong, "no replies were kept ('fedstill hub run --audit' keeps them): nothing can be merged again"]
     arrived = [k for record in records for k in json.loads(record).get("answered", ())]  # asynchronous: in which order
-    kept: dict[tuple[int, str, int], bytes] = {}
+    saved: dict[tuple[int, str, int], bytes] = {}
     for e in entries:
         if e["what"] != "reply" or e["kind"] not in ("train", "begin", "idle", "score", "state"):
             continue
@@ -125,7 +125,7 @@ def of_hub(folder: Path, secret: Secret | None = None) -> list[str]:
         if digest(data) != e["digest"]:
             wrong.append(f"the kept {e['kind']} reply of site {e['site']!r} in round {e['round']} was changed")
         else:
-            kept[e["round"], e["kind"], names.index(e["site"])] = data
+            saved[e["round"], e["kind"], names.index(e["site"])] = data
     if wrong:
         return wrong
     checkpoint = Journal(run).load(torch.device("cpu"))
@@ -134,12 +134,12 @@ def of_hub(folder: Path, secret: Secret | None = None) -> list[str]:
     experiment = Experiment.from_toml(run / "experiment.toml")
     with tempfile.TemporaryDirectory() as scratch:
         federation = skeleton(names, about["abouts"])
-        hidden = None
+        privacy_log = None
         if experiment.privacy == "central":
             if secret is None or secret.child("hub", about["run"]).digest() != about.get("secret"):
                 return ["the hub's secret is not that of the run: its noise cannot be drawn again"]
-            hidden = HubBooks(Path(scratch) / "books", secret, about["run"])
-        replay = Replay(names, kept, arrived, hidden)
+            privacy_log = HubPrivacyLog(Path(scratch) / "log", secret, about["run"])
+        replay = Replay(names, saved, arrived, privacy_log)
         again = simulation.run(experiment, out=Path(scratch) / "run", federation=federation, transport=replay)
     merged = dict(tree.leaves(checkpoint.state()["server"]))
     for name, leaf in tree.leaves(again.server):
@@ -159,13 +159,13 @@ def _attempt(entry: Mapping[str, Any], rounds: Mapping[int, Mapping[str, Any]]) 
 def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a record says but for seconds and refusals."""
     own = {"missing", "refused", "rejected"}
-    kept = {k: v for k, v in record.items() if "seconds" not in k and k not in own}
-    return dict(json.loads(json.dumps(kept)))
+    numbers = {k: v for k, v in record.items() if "seconds" not in k and k not in own}
+    return dict(json.loads(json.dumps(numbers)))
 
 
 # ---- at a site -------------------------------------------------------------------------------------------------------
-def of_site(folder: Path, own: Own, device: str = "cpu", secret: Secret | None = None) -> list[str]:
-    """Check a site's run: its log and the kept orders; carry them out again. Return what is wrong.
+def of_site(folder: Path, own: SiteData, device: str = "cpu", secret: Secret | None = None) -> list[str]:
+    """Check a site's run: its log and the saved orders; carry them out again. Return what is wrong.
 
     `secret` is the site's, from which its noise was drawn.
     """
@@ -176,18 +176,21 @@ def of_site(folder: Path, own: Own, device: str = "cpu", secret: Secret | None =
     if wrong:
         return wrong
     with tempfile.TemporaryDirectory() as scratch:
-        station = Station(Path(scratch), own, device=device, secret=secret)
+        site_client = SiteClient(Path(scratch), own, device=device, secret=secret)
         for e in entries:
             if e["what"] == "open":
-                station.open(e["about"])
-            elif e["what"] == "reply" and not e["refused"]:
+                site_client.open(e["about"])
+            elif e["what"] == "reply" and (not e["refused"] or "ended" in e):
                 file = folder / ORDERS / f"{e['order']}.bin"
                 data = file.read_bytes() if file.exists() else b""
                 if digest(data) != e["asked"]:
                     return [f"the kept {e['kind']} order of round {e['round']} was changed"]
-                station.meanwhile.exactly = e.get("personal", 0)
+                site_client.background.exactly = e.get("ended", e.get("personal", 0))
+                if e["refused"]:  # personal training ended, and nothing else was done
+                    site_client.background.before(wire.decode(data, Order))
+                    continue
                 try:
-                    answer = station.handle(data)
+                    answer = site_client.handle(data)
                 except (InputError, TrainingError) as error:
                     return [f"round {e['round']} cannot be done again: {error}"]
                 if digest(answer) != e["digest"]:

@@ -71,7 +71,7 @@ def read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def reply_file(folder: Path, attempt: int, round: int, kind: str, site: str) -> Path:
-    """Return where a reply is kept."""
+    """Return the file of a saved reply."""
     return folder / REPLIES / f"{round:06d}-{attempt:04d}-{kind}-{site}.bin"
 
 

@@ -18,7 +18,7 @@ SPLITS = ("train", "test", "val")
 
 
 @dataclass(frozen=True, eq=False)
-class Own:
+class SiteData:
     """A site's own data, which stays where it is."""
 
     client: Client
@@ -26,7 +26,7 @@ class Own:
     labels: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, path: str, split: str = "80/20") -> Own:
+    def read(cls, path: str, split: str = "80/20") -> SiteData:
         """Read an npz file or a folder; what has no test part of its own is divided by `split`."""
         dataset = load_source(path, fetch=False)
         tests = dataset.test_tensors()
@@ -63,7 +63,7 @@ class Own:
 
 
 def problems(names: Sequence[str], abouts: Sequence[Mapping[str, Any]]) -> list[InputError]:
-    """Return what does not fit together in what the sites have told of their data, each with the site's name."""
+    """Return what does not fit together in how the sites describe their data, each with the site's name."""
     first, found = abouts[0], []
     for name, about in zip(names, abouts, strict=True):
         for field in ("shape", "dtype"):
@@ -80,7 +80,7 @@ def problems(names: Sequence[str], abouts: Sequence[Mapping[str, Any]]) -> list[
 
 
 def skeleton(names: Sequence[str], abouts: Sequence[Mapping[str, Any]]) -> Federation:
-    """Return the federation as the hub sees it: no samples, but what the sites have told of theirs. Refuse what does not fit."""
+    """Return the federation as the hub sees it: no samples, but how the sites describe theirs. Refuse what does not fit."""
     first = abouts[0]
     for problem in problems(names, abouts):
         raise problem

@@ -27,14 +27,15 @@ from nvflare.private.defs import CellMessageHeaderKeys
 from ..core import files, reading
 from ..core.errors import InputError
 from ..edge.monitor import SystemMonitor
-from . import office
-from .data import Own
+from .data import SiteData
 from .folders import Hub, Site
-from .hidden import secret_in
 from .keeper import REFUSED
+from .polling import Unreachable, attend
+from .privacy_log import secret_in
 from .process import UP, Settings
-from .savepoint import Often
-from .site import Station, Unreachable, attend
+from .savepoint import SaveEvery
+from .service import HubService
+from .site import SiteClient
 
 CHANNEL, TOPIC = "fedstill", "talk"
 SERVER = "server"  # FLARE's name of the hub's process
@@ -61,33 +62,33 @@ def unpack(data: Any) -> tuple[dict[str, Any], bytes]:
 
 
 class HubPart(FLComponent):  # type: ignore[misc]
-    """The hub's part: hands what sites say to the office, under the names that FLARE has authenticated."""
+    """The hub's part: hands what sites say to the service, under the names that FLARE has authenticated."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
         self.hub = Hub.at(Path(folder))
-        self.office = office.Office(self.hub, lambda line: print(line, flush=True))
+        self.service = HubService(self.hub, lambda line: print(line, flush=True))
 
     def handle_event(self, event_type: str, fl_ctx: Any) -> None:
         """Begin when FLARE's server is up."""
         if event_type == EventType.SYSTEM_START:
             server = fl_ctx.get_prop(FLContextKey.SITE_OBJ)
             server.cell.register_request_cb(channel=CHANNEL, topic=TOPIC, cb=self._talk)
-            self.office.open()
+            self.service.open()
 
     def _talk(self, request: Any) -> Any:
         site = str(request.get_header(CellMessageHeaderKeys.CLIENT_NAME) or "")
         try:
             header, body = unpack(request.payload)
         except reading.Unreadable:
-            self.office.desk.refuse(site, "it sent bytes that are no message")
+            self.service.hub_server.refuse(site, "it sent bytes that are no message")
             header, body = {}, b""
-        answer, data = self.office.answer(site, header, body)
+        answer, data = self.service.answer(site, header, body)
         return Message({MessageHeaderKey.RETURN_CODE: ReturnCode.OK}, pack(answer, data))
 
 
 class SitePart(FLComponent):  # type: ignore[misc]
-    """A site's part: asks the hub for orders, in a thread, and has its station carry them out."""
+    """A site's part: asks the hub for orders, in a thread, and has its client carry them out."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ class SitePart(FLComponent):  # type: ignore[misc]
             cell, agent = client.cell, client.engine.admin_agent
             agent._dispatch_request = self._refuse  # FLARE registers it again from time to time
             agent.register_cell_cb()
-            threading.Thread(target=self._work, args=(cell,), name="station", daemon=True).start()
+            threading.Thread(target=self._work, args=(cell,), name="site_client", daemon=True).start()
 
     def _refuse(self, request: Any) -> Any:
         """Refuse what FLARE's own server could ask of a client: jobs, with code or without, shell commands, a restart.
@@ -117,7 +118,7 @@ class SitePart(FLComponent):  # type: ignore[misc]
     def _work(self, cell: Any) -> None:
         try:
             settings = Settings.read(self.site.folder)
-            own = Own.read(settings.data, settings.split)
+            own = SiteData.read(settings.data, settings.split)
             policy = settings.policy()
             monitor = None if policy is None else SystemMonitor(policy)
 
@@ -125,8 +126,8 @@ class SitePart(FLComponent):  # type: ignore[misc]
                 print(line, flush=True)
 
             runs, device = self.site.folder / "runs", settings.device
-            often = Often(settings.save_every_epochs, settings.save_every_steps)
-            station = Station(
+            often = SaveEvery(settings.save_every_epochs, settings.save_every_steps)
+            site_client = SiteClient(
                 runs,
                 own,
                 device=device,
@@ -151,7 +152,7 @@ class SitePart(FLComponent):  # type: ignore[misc]
                     raise Unreachable(str(reply.get_header(MessageHeaderKey.RETURN_CODE)))
                 return unpack(reply.payload)
 
-            attend(station, talk, threading.Event(), lambda: files.write(self.site.folder / UP, b""))
+            attend(site_client, talk, threading.Event(), lambda: files.write(self.site.folder / UP, b""))
         except InputError as error:
             print(f"fedstill: {error}", flush=True)
             os._exit(REFUSED)

@@ -69,9 +69,9 @@ def follow(folder: Path, alive: Callable[[], bool]) -> Iterator[dict[str, Any]]:
             done += 1
             yield record
         if over:
-            told = reading.read_json(outcome)
-            if not told["ok"]:
-                raise TrainingError(str(told["why"]))
+            result = reading.read_json(outcome)
+            if not result["ok"]:
+                raise TrainingError(str(result["why"]))
             return
         if not alive():
             raise TrainingError(f"the hub is not at work any more; 'fedstill hub start' goes on with {folder.name}")

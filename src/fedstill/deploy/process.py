@@ -44,7 +44,7 @@ class Settings:
     device: str = "auto"
     monitor: str = ""
     audit: bool = False
-    save_every_epochs: int = 0  # how often a round under way is kept (`savepoint.Often`)
+    save_every_epochs: int = 0  # how often training under way is saved (`savepoint.SaveEvery`)
     save_every_steps: int = 0
     max_epsilon: float = 0.0  # what all runs together may cost under differential privacy; 0: what each run says
 
@@ -96,7 +96,10 @@ def launch(kind: str, folder: Path, threads: int = 0) -> subprocess.Popen[bytes]
 
 
 def wait_until_up(kind: str, folder: Path, keeper: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Wait until a hub listens, or a site is known to its hub; return whether it is. Refuse one whose keeper has given up."""
+    """Wait until a hub listens, or a site has introduced itself to its hub; return whether that is so.
+
+    Refuse one whose keeper has given up.
+    """
     end = time.monotonic() + seconds
     while not (folder / UP).exists():
         if keeper.poll() is not None:

@@ -1,59 +1,31 @@
-"""Files that a site writes of its client, with checksums; and the work under way, with which a killed site goes on."""
+"""Save a site's training while it goes on, so that a site that is killed continues in the middle of the round."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import struct
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core import files, tree
+from ..core import tree
 from ..core.tree import Tree
 from ..core.version import __version__
 from ..engine.progress import Halfway
+from .state_files import read_saved, write_saved
 
-MAGIC = b"fedstill-state-1"
-SHARE = 0.05  # of the time that training takes, what keeping it may take where nobody has said how often
-FIRST = 0.5  # seconds of training before the first time, where nobody has said how often
-Kept: TypeAlias = tuple[dict[str, Any], bytes, bytes]  # what a file says of itself, the client's state, the last reply
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
-def seal(path: Path, about: Mapping[str, Any], state: bytes, reply: bytes) -> None:
-    """Write a file of state durably: in full, or not at all."""
-    head = json.dumps({**about, "state": len(state), "reply": len(reply)}).encode()
-    body = struct.pack("<Q", len(head)) + head + state + reply
-    files.write(path, MAGIC + hashlib.sha256(body).digest() + body)
+SHARE = 0.05  # of the training time that saving may take where no interval is set
+FIRST = 0.5  # seconds of training before the first save where no interval is set
 
 
-def unseal(path: Path) -> Kept | None:
-    """Return what `seal` wrote; None where there is nothing, or not all of it as it was."""
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return None
-    begin = len(MAGIC) + 32
-    body = memoryview(data)[begin:]
-    if data[: len(MAGIC)] != MAGIC or hashlib.sha256(body).digest() != data[len(MAGIC) : begin]:
-        return None
-    (length,) = struct.unpack_from("<Q", body)
-    about = json.loads(bytes(body[8 : 8 + length]))
-    rest = bytes(body[8 + length :])
-    return about, rest[: about["state"]], rest[about["state"] :]
-
-
-# ---- work under way --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Often:
-    """How often work under way is kept: after so many epochs, or so many steps; 0 for both: after each epoch that leaves
-    at most a twentieth of the time to it.
+class SaveEvery:
+    """How often training under way is saved: after so many epochs, or so many steps.
+
+    With 0 for both, after an epoch whenever saving takes at most a twentieth of the time.
     """
 
     epochs: int = 0
@@ -61,28 +33,28 @@ class Often:
 
 
 class Savepoint:
-    """Keeps one order's work (`engine.progress.Savepoint`); another order's, or another version's, is not gone on with."""
+    """Saves and loads the training of one order (`engine.progress.Savepoint`), of the same version alone."""
 
     def __init__(
-        self, file: Path, about: Mapping[str, Any], device: torch.device, often: Often, log: Callable[[str], None]
+        self, file: Path, about: Mapping[str, Any], device: torch.device, often: SaveEvery, log: Callable[[str], None]
     ) -> None:
-        """Keep the work that `about` names in `file`."""
+        """Save to `file`; `about` names the order, and what another one has saved is not loaded."""
         self.file, self.device, self.often, self.log = file, device, often, log
         self.about = {**about, "version": __version__, "torch": str(torch.__version__)}
-        self._epochs = 0  # since it was kept last
-        self._at = (0, 0)  # the phase and step at which it was
+        self._epochs = 0  # since the last save
+        self._at = (0, 0)  # phase and step of the last save
         self._since, self._pause = time.monotonic(), FIRST
 
     def load(self) -> Halfway | None:
-        """Return what was kept of this work."""
-        kept = unseal(self.file)
-        if kept is None:
+        """Return what was saved of this order's training; None where it begins anew."""
+        saved = read_saved(self.file)
+        if saved is None:
             if self.file.exists():
                 self.log(
                     f"round {self.about['round']}: {self.file.name} is damaged and not used: the round begins again"
                 )
             return None
-        about, state, _ = kept
+        about, state, _ = saved
         if any(about.get(name) != value for name, value in self.about.items()):
             return None
         self._at = about["phase"], about["step"]
@@ -90,7 +62,7 @@ class Savepoint:
         return Halfway(*self._at, unpack(state, about["outline"], about["strides"], self.device))
 
     def due(self, phase: int, step: int, epoch: bool) -> bool:
-        """Return whether the work should be kept now."""
+        """Return whether to save now."""
         self._epochs += epoch
         if self.often.steps and step - (self._at[1] if phase == self._at[0] else 0) >= self.often.steps:
             return True
@@ -99,11 +71,11 @@ class Savepoint:
         return epoch and not self.often.steps and time.monotonic() - self._since >= self._pause
 
     def save(self, halfway: Halfway) -> None:
-        """Keep the work as it is now."""
+        """Save the training as it is now."""
         began = time.monotonic()
         data, strides = pack(halfway.state)
         where = {"phase": halfway.phase, "step": halfway.step, "outline": tree.outline(halfway.state)}
-        seal(self.file, {**self.about, **where, "strides": strides}, data, b"")
+        write_saved(self.file, {**self.about, **where, "strides": strides}, data, b"")
         self._epochs, self._at, self._since = 0, (halfway.phase, halfway.step), time.monotonic()
         self._pause = (self._since - began) / SHARE
 

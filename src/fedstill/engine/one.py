@@ -118,10 +118,10 @@ def run_phase(
 
     With a `course` the phase begins where it was interrupted, and its state is kept from time to time.
     """
-    method, net = bench.method, task.net
-    step = Step(method, task, phase.loss or method.loss, phase.model != "params")
+    method = bench.method
     done = 0 if course is None else course.done
     if method.step is not None:
+        step = Step(method, task, phase.loss or method.loss, phase.model != "params")
         for count, batch in enumerate(_batches(bench, round, client, steps, done), start=done + 1):
             local, loss = step.own(local, batch)
             total += loss
@@ -132,8 +132,7 @@ def run_phase(
         with torch.no_grad():
             local = phase.enter(task, local)
     start: Params = local[phase.model]
-    moving, moving_buffers = bench.moving(phase)
-    names = [name for name in moving if name in start]
+    names = [name for name in bench.moving(phase)[0] if name in start]
     if perceptron is not None and perceptron.takes(phase, names):
         x, y = bench.data.train.of(client)
         orders, kept = _orders(bench, round, client, steps, done), None
@@ -142,50 +141,80 @@ def run_phase(
         trained, loss = perceptron.train(start, names, bench.sgd(phase), x, y, orders, bench.plan.batch_size, kept)
         total += loss
         return {**local, phase.model: trained}
-    params = {
-        name: net.fast_layout(value.detach()).clone(memory_format=torch.preserve_format)
-        for name, value in start.items()
-    }
     past = course.halfway.state if course is not None and course.halfway is not None else {}
-    for name, value in past.get("params", {}).items():
-        params[name].copy_(value)
-    weights = {name: params[name].requires_grad_() for name in names}
-    buffers = {name: params[name] for name in net.buffers if name in params}
-    fixed = {name: value for name, value in params.items() if name not in weights and name not in buffers}
-    sgd, values = bench.sgd(phase), list(weights.values())
-    state = sgd.init(values)
-    for name, momentum in zip(names, state, strict=False):
-        if past:
-            momentum.copy_(past["momentum"][name])
-    per_epoch = bench.plan.steps(len(task.here().y), 1)
-    moved = {*names, *moving_buffers}
-    before = tree.clone(params) if phase.after_epoch is not None else params
-    for name, value in past.get("before", {}).items():
-        before[name].copy_(value)
+    training = PhaseTraining(bench, task, local, phase, done, past)
     drawn = (
         _private_batches(bench, task, round, number, client, steps, done)
         if bench.private(phase)
         else _batches(bench, round, client, steps, done)
     )
-    for count, batch in enumerate(drawn, start=done + 1):
-        grads, loss, _ = step.gradient(by_autograd, weights, buffers, fixed, local, batch)
-        sgd.update(values, [grads[name] for name in names], state)
-        total += loss
-        if phase.after_epoch is not None and count % per_epoch == 0:
+    for batch in drawn:
+        total += training.step(batch)
+        if course is not None and course.due(training.steps):
+            course.save(training.steps, {"local": local, "total": total, **training.state_dict()})
+    return {**local, phase.model: training.trained()}
+
+
+class PhaseTraining:
+    """One phase of one client's work by automatic differentiation, step by step."""
+
+    def __init__(
+        self, bench: Bench, task: Task, local: Tree, phase: Phase, steps: int = 0, past: Tree | None = None
+    ) -> None:
+        """Begin with `local`, or after so many steps with `past`, what `state_dict` returned then."""
+        self.task, self.local, self.phase, self.steps = task, local, phase, steps
+        net, past = task.net, past or {}
+        self._start: Params = local[phase.model]
+        moving, moving_buffers = bench.moving(phase)
+        self._names = [name for name in moving if name in self._start]
+        self._moved = {*self._names, *moving_buffers}
+        self._params = params = {
+            name: net.fast_layout(value.detach()).clone(memory_format=torch.preserve_format)
+            for name, value in self._start.items()
+        }
+        for name, value in past.get("params", {}).items():
+            params[name].copy_(value)
+        self._weights = {name: params[name].requires_grad_() for name in self._names}
+        self._buffers = {name: params[name] for name in net.buffers if name in params}
+        self._fixed = {n: v for n, v in params.items() if n not in self._weights and n not in self._buffers}
+        self._sgd, self._values = bench.sgd(phase), list(self._weights.values())
+        self._momentum = self._sgd.init(self._values)
+        for name, momentum in zip(self._names, self._momentum, strict=False):
+            if past:
+                momentum.copy_(past["momentum"][name])
+        self._before = tree.clone(params) if phase.after_epoch is not None else params
+        for name, value in past.get("before", {}).items():
+            self._before[name].copy_(value)
+        self._step = Step(bench.method, task, phase.loss or bench.method.loss, phase.model != "params")
+        self._per_epoch = bench.plan.steps(len(task.here().y), 1)
+
+    def step(self, batch: Batch) -> Tensor:
+        """Make a step; return its loss."""
+        grads, loss, _ = self._step.gradient(by_autograd, self._weights, self._buffers, self._fixed, self.local, batch)
+        self._sgd.update(self._values, [grads[name] for name in self._names], self._momentum)
+        self.steps += 1
+        if self.phase.after_epoch is not None and self.steps % self._per_epoch == 0:
             with torch.no_grad():
-                for name, value in phase.after_epoch(task, before, params).items():
-                    params[name].copy_(value)
-                before = tree.clone(params)
-        if course is not None and course.due(count):
-            now = {
-                "params": {name: value.detach() for name, value in params.items() if name in moved},
-                "momentum": dict(zip(names, state, strict=False)),
-                "before": before if phase.after_epoch is not None else {},
-            }
-            course.save(count, {"local": local, "total": total, **now})
-    # Contiguous again: what leaves the engine is laid out the same whether it came from here, the wire or a checkpoint.
-    trained = {n: params[n].detach().contiguous() if n in moved else start[n] for n in net.names if n in params}
-    return {**local, phase.model: trained}
+                for name, value in self.phase.after_epoch(self.task, self._before, self._params).items():
+                    self._params[name].copy_(value)
+                self._before = tree.clone(self._params)
+        return loss
+
+    def state_dict(self) -> Tree:
+        """Return what the steps so far have changed, for a savepoint; later steps change it in place."""
+        return {
+            "params": {name: value.detach() for name, value in self._params.items() if name in self._moved},
+            "momentum": dict(zip(self._names, self._momentum, strict=False)),
+            "before": self._before if self.phase.after_epoch is not None else {},
+        }
+
+    def trained(self) -> Params:
+        """Return the model after the steps so far; later steps may change it in place."""
+        # Contiguous again: what leaves the engine is laid out the same whether it came from here, the wire or a checkpoint.
+        params, names = self._params, self.task.net.names
+        return {
+            n: params[n].detach().contiguous() if n in self._moved else self._start[n] for n in names if n in params
+        }
 
 
 def _batches(bench: Bench, round: int, client: int, steps: int, done: int = 0) -> Iterator[Batch]:

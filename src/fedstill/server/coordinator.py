@@ -46,6 +46,8 @@ from .records import Scores, nbytes, split_seconds, summary, traffic, training_l
 from .sampler import Memory, Sampler, uniform
 
 Record: TypeAlias = dict[str, Any]
+NOBODY = "nobody answered"
+UNSCORED = 3  # scorings in a row that nobody answers, as where all real sites are away, after which a run ends
 
 
 @dataclass
@@ -285,8 +287,11 @@ class Coordinator:
             if not scores.clients and len(orders) < len(self.honest()):
                 continue  # the few that are not at work are away
             if orders and not scores.clients:
-                reason = "; ".join(f"client {k}: {why}" for k, why in [*self.noted.items()][:1]) or "nobody answered"
-                raise TrainingError(f"round {task.round}: no client sent scores that can be; {reason}")
+                if not replies and not record and not last and not self.unscored():
+                    return {"unscored": NOBODY}
+                refused = {reply.client: reply.refusal for reply in replies if reply.refusal}
+                reason = "; ".join(f"client {k}: {why}" for k, why in [*self.noted.items(), *refused.items()][:1])
+                raise TrainingError(f"round {task.round}: no client sent scores that can be; {reason or NOBODY}")
             record |= summary(scores, "" if split == self.splits[0] else f"{split}_")
             if split == "train":
                 record |= training_losses(counted)
@@ -295,6 +300,11 @@ class Coordinator:
         if self.common is not None and generic is not None:
             record["generic_common"] = self.common(generic)
         return record
+
+    def unscored(self) -> bool:
+        """Return whether so many scorings before this one had no answer that one more ends the run."""
+        scored = [record for record in self.state.history if record["round"] % self.eval_every == 0]
+        return len(scored) >= UNSCORED - 1 and all("unscored" in record for record in scored[1 - UNSCORED :])
 
     # ---- what strategies and callbacks use ---------------------------------------------------------------------------
     def present(self) -> list[int]:

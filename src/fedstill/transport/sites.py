@@ -29,7 +29,7 @@ class Box:
     received: int = 0
     begun: dict[int, float] = field(default_factory=dict)  # by id of an order when the site was first given it
     late: bool = False  # an order of it was withdrawn, and it has said nothing since
-    took: float = 0.0  # seconds from there to the last reply to `train`
+    train_seconds: float = 0.0  # seconds from there to the last reply to `train`
 
 
 class Sites:
@@ -81,8 +81,7 @@ class Sites:
                 while not self._arrived and self._awaited() and not self._closed:
                     left = None if end is None else end - time.monotonic()
                     if left is not None and left <= 0:
-                        self._withdraw()
-                        if not self._standing or timeout is not None:
+                        if self._withdraw() or not self._standing or timeout is not None:
                             break
                         end = None  # what is out now stands
                         continue
@@ -147,7 +146,7 @@ class Sites:
             self._noted("reply", site, order, data)
             seconds = time.monotonic() - box.begun.pop(order.id, time.monotonic())
             if order.kind == "train":
-                box.took = seconds
+                box.train_seconds = seconds
             self._arrived.append(reply)
             self._changed.notify_all()
         if isinstance(reply.refusal, str) and reply.refusal:
@@ -184,10 +183,13 @@ class Sites:
         others = [(box, order) for box, order in out if order.kind != "train"] if self._standing else []
         return any(not box.late or order.kind == "train" for box, order in others or out)
 
-    def _withdraw(self) -> None:
+    def _withdraw(self) -> bool:
+        """Withdraw the orders that are out, but for those that stand; return whether there were any."""
+        withdrawn = False
         for box in self.boxes.values():
             for order, _ in list(box.orders.values()):
                 if not (self._standing and order.kind == "train"):
-                    box.late = True
+                    box.late = withdrawn = True
                     del box.orders[order.id]
                     box.begun.pop(order.id, None)
+        return withdrawn

@@ -1,10 +1,10 @@
-"""Wait-free at a site: the personal model trains in a thread between an upload and the next order that needs it.
+"""Wait-free training at a site: the personal model trains in a thread between an upload and the next order that needs it.
 
     fixed            as many steps as the method defines; an order that needs the personal model waits for them
     until-download   steps until the next order arrives, at most the cap; scores are those of a copy after the steps so far
 
-Nothing is kept of work under way: where a kill or a hub's restart ends it, it begins again from what the upload left. Steps that
-were made are kept (`Station`) before the next order's own work begins, and told with its reply.
+Training under way is not saved: where a kill or a hub's restart ends it, it begins again from the state after the upload. Once an
+order has ended it, `SiteClient` saves the result before the order's own work begins, and the reply reports the number of steps.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from ..engine.paced import MOST, Paced
 from ..run.prepare import Simulation
 from ..transport.messages import Order, Reply
 
-ENDING = ("train", "begin", "idle")  # orders that need the personal model as it will be kept
+FAILED = -1  # in place of a number of steps: personal training ended with an error
+ENDING = ("train", "begin", "idle")  # orders that end personal training
 
 
-class Meanwhile:
+class BackgroundTraining:
     """One client's personal training, from one upload to the next order."""
 
     def __init__(self, edge: Edge, sim: Simulation, client: int) -> None:
@@ -33,8 +34,9 @@ class Meanwhile:
         self.on = sim.training.wait_free != "off"
         self.most = sim.training.personal_cap or MOST
         self.exactly: int | None = None  # steps to make, where the past is done again
-        self.untold = 0  # steps that were kept, and that no reply has told
-        self.told = 0  # steps that the last reply was about
+        self.unreported = 0  # steps that have ended up in the client's state, and that no reply has reported
+        self.reported = 0  # steps that the last reply reported
+        self.ended: int | None = None  # steps of the personal training that the last order ended; FAILED: it had failed
         self._paced: Paced | None = None
         self._thread: threading.Thread | None = None
         self._turn = threading.Lock()  # whose holder works: the thread for one step, or an order
@@ -42,7 +44,7 @@ class Meanwhile:
         self._waiting = threading.Event()  # an order waits for its turn
         self._error: BaseException | None = None
         self._done: Done | None = None
-        self._finite, self._loss = True, 0.0  # of the last that was kept
+        self._finite, self._loss = True, 0.0  # of the last one that ended
 
     def start(self) -> None:
         """Train from now on, if there is anything to train."""
@@ -53,40 +55,40 @@ class Meanwhile:
         self._thread.start()
 
     def before(self, order: Order) -> bool:
-        """Prepare for an order; return whether personal steps have become what is kept for the client."""
+        """Prepare for an order; return whether personal steps have changed the client's state."""
         self.edge.copies.clear()
         if not self.on or self.client not in self.edge.begun:
             return False
         if order.kind == "score" and self.until:
-            self._lend()
+            self._score_copy()
         elif order.kind in ENDING or order.kind in ("score", "tune"):
             return self._end()
         return False
 
     def after(self, order: Order, reply: Reply) -> Reply:
-        """Return the reply with the personal steps that it tells of."""
+        """Return the reply with the number of personal steps since the last one."""
         if not self.on or order.kind not in ENDING or reply.refusal:
             return reply
-        self.told, self.untold = self.untold, 0
-        report = {**reply.report, "personal_steps": float(self.told)}
+        self.reported, self.unreported = self.unreported, 0
+        report = {**reply.report, "personal_steps": float(self.reported)}
         if not self._finite:
             report["finite"], self._finite = 0.0, True
         return dataclasses.replace(reply, report=report)
 
     def idle(self, order: Order) -> Reply:
         """Answer an order to end personal training."""
-        report = {"loss": self._loss, "steps": float(self.untold), "finite": 1.0}
+        report = {"loss": self._loss, "steps": float(self.unreported), "finite": 1.0}
         return Reply(order.kind, order.round, order.client, {}, report, run=order.run, order=order.id)
 
-    def abandon(self) -> None:
-        """End without a trace."""
+    def cancel(self) -> None:
+        """Stop, and drop what was made."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     # ---- inside ------------------------------------------------------------------------------------------------------
-    def _begin(self) -> Paced:
+    def _new(self) -> Paced:
         begun = self.edge.begun[self.client]
         return Paced(self.trainer.bench, begun.round, self.edge.idle_work(self.client), self.most)
 
@@ -98,7 +100,7 @@ class Meanwhile:
                     self._done = self._fixed()
                     return
                 with self._turn:
-                    self._paced = self._begin()
+                    self._paced = self._new()
                 more = True
                 while more and not self._stop.is_set():
                     with self._turn:
@@ -117,29 +119,29 @@ class Meanwhile:
         (done,) = self.trainer.train(begun.round, [self.edge.idle_work(self.client, steps)])
         return done
 
-    def _lend(self) -> None:
+    def _score_copy(self) -> None:
         """Have the client scored as it would be if it ended now."""
         self._waiting.set()
         try:
             with self._turn:
-                paced = self._paced or self._begin() if self.exactly is None else self._made(self.exactly)
+                paced = self._paced or self._new() if self.exactly is None else self._repeat(self.exactly)
                 done, round = paced.result(), self.edge.begun[self.client].round
         finally:
             self._waiting.clear()
-        self.told = done.steps
+        self.reported = done.steps
         if done.steps or self.edge.begun[self.client].local:
             self.edge.copies[self.client] = done.memory, round
 
-    def _made(self, steps: int) -> Paced:
+    def _repeat(self, steps: int) -> Paced:
         """Return personal training after so many steps."""
-        paced = self._begin()
+        paced = self._new()
         with torch.enable_grad():
             for _ in range(steps):
                 paced.step()
         return paced
 
     def _end(self) -> bool:
-        """End personal training, and keep what it has made."""
+        """End personal training, and put its result into the client's state."""
         if self.until:
             self._stop.set()
         if self._thread is not None:
@@ -149,16 +151,20 @@ class Meanwhile:
         paced, self._paced = self._paced, None
         done, self._done = self._done, None
         begun = self.edge.begun[self.client]
+        if self.exactly == FAILED:
+            del self.edge.begun[self.client]
+            return False
         if error is not None:
+            self.ended = FAILED
             del self.edge.begun[self.client]
             raise TrainingError(f"personal training of round {begun.round}: {first_line(error)}")
         if self.until:
-            made = self._made(self.exactly) if self.exactly is not None else paced or self._begin()
+            made = self._repeat(self.exactly) if self.exactly is not None else paced or self._new()
             done = made.result()
         elif done is None:
             done = self._fixed()
-        self._loss = done.loss
-        kept = bool(done.steps or begun.local)
-        self.edge.keep(self.client, done if kept else None)
-        self.untold, self._finite = self.untold + done.steps, self._finite and done.finite
-        return kept
+        self._loss, self.ended = done.loss, done.steps
+        changed = bool(done.steps or begun.local)
+        self.edge.keep(self.client, done if changed else None)
+        self.unreported, self._finite = self.unreported + done.steps, self._finite and done.finite
+        return changed

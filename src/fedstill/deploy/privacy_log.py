@@ -1,7 +1,7 @@
-"""The secrets of a deployment under differential privacy, and the books of what was drawn from them.
+"""The secrets of a deployment under differential privacy, and the log of what was drawn from them.
 
 HUB/secret.key, SITE/secret.key      32 random bytes, made once, never sent; readable by their owner alone
-runs/…/privacy.jsonl                 the books of a run: the secret's digest, and each piece of work that noise was drawn for
+runs/…/privacy.jsonl                 the log of a run: the secret's digest, and each piece of work that noise was drawn for
 
 A site draws batches and noise of DP-SGD from a secret that follows from its own and from all that its upload follows from: the
 run, what was sent, what it keeps, its data. So work that is done again after a kill comes to the same upload, which tells nothing
@@ -12,6 +12,7 @@ merges in the same way; it does not give away a second mean of a round.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 from collections.abc import Mapping
@@ -25,14 +26,16 @@ from ..core.errors import InputError, Shown, TrainingError
 from ..core.method import Method
 from ..core.protection import Privacy
 from ..core.secret import SIZE, Secret, digest_of
+from ..core.settings import values_of
 from ..core.task import Task
 from ..core.tree import Tree
 from ..core.version import __version__
 from ..engine.bench import Work
+from ..run.prepare import Simulation
 from ..server.privacy import epsilon
 from .chain import Chain, read
 
-FILE, BOOKS = "secret.key", "privacy.jsonl"
+FILE, PRIVACY_LOG = "secret.key", "privacy.jsonl"
 
 
 def secret_in(folder: Path) -> Secret:
@@ -54,12 +57,12 @@ def secret_in(folder: Path) -> Secret:
     return Secret(key)
 
 
-class Books:
-    """A run's books: a log whose lines are only added, the first with the digest of the secret that is drawn from."""
+class PrivacyLog:
+    """A run's privacy log, whose lines are only added, the first with the digest of the secret that is drawn from."""
 
     def __init__(self, folder: Path, secret: Secret, begun: bool) -> None:
-        """Open the books of a run's folder; `begun`: the run has kept something, so there must be some."""
-        path = folder / BOOKS
+        """Open the log of a run's folder; `begun`: the run has saved something, so there must be one."""
+        path = folder / PRIVACY_LOG
         self._chain = Chain(path)  # drops a last line that a kill has cut short: what it was for did not begin
         entries, wrong = read(path) if path.exists() else ([], [])
         if wrong:
@@ -88,62 +91,93 @@ def check_local(method: Method, task: Task) -> None:
         raise InputError("method", method.id, f"{right} (privacy 'local')")
 
 
-class SiteBooks:
+class SitePrivacyLog:
     """Gives each piece of a site's work its secret, and stops it before it costs more than a budget (`engine.bench.Hidden`)."""
 
     def __init__(
         self, folder: Path, secret: Secret, about: Mapping[str, Any], settings: Privacy, batch_size: int, most: float
     ) -> None:
-        """Go on with the books in a run's folder, whose work follows from `about` too; `most` is ε at most, 0: any."""
+        """Go on with the log in a run's folder, whose work follows from `about` too; `most` is ε at most, 0: any."""
         begun = any(folder.glob("*.bin"))
-        self.books = Books(folder, secret.child("run", str(about["run"])), begun)
+        self.log = PrivacyLog(folder, secret.child("run", str(about["run"])), begun)
         versions = f"{__version__} {torch.__version__}"
         words = [word for item in sorted(about.items()) for word in item]
         self._secret = secret.child("site", versions, *words)
         self._settings, self._batch_size = settings, batch_size
         self._most = min(most or math.inf, settings.privacy_budget or math.inf)
-        self._known = {entry["work"] for entry in self.books.entries if entry["what"] == "work"}
+        self._logged = {entry["work"] for entry in self.log.entries if entry["what"] == "work"}
 
     def of(self, round: int, work: Work, samples: int, steps: int) -> Secret:
-        """Return the secret of a client's work, once it is in the books."""
+        """Return the secret of a client's work, once it is in the log."""
         inputs = {"down": work.down, "memory": work.memory, "local": work.local}
         own = self._secret.child(round, work.part, work.last, work.steps, digest_of(inputs))
         name = own.digest()
-        if name not in self._known:
+        if name not in self._logged:
             size = min(self._batch_size, samples)
-            spent = {size / samples: steps + sum(int(entry.get("steps", 0)) for entry in self.books.entries)}
+            spent = {size / samples: steps + sum(int(entry.get("steps", 0)) for entry in self.log.entries)}
             s = self._settings
             now = epsilon(spent, s.noise_multiplier, s.privacy_delta, s.accountant)
             if not now <= self._most:
                 raise TrainingError(f"ε would be {now:.4g}, above this site's {self._most:g}; nothing was sent")
-            self.books.add("work", work=name, round=round, steps=steps, epsilon=now)
-            self._known.add(name)
+            self.log.add("work", work=name, round=round, steps=steps, epsilon=now)
+            self._logged.add(name)
         return own
 
 
+def open_site_log(
+    about: Mapping[str, Any], sim: Simulation, checksum: str, folder: Path, secret: Secret | None, max_epsilon: float
+) -> SitePrivacyLog | None:
+    """Return the privacy log of a run at a site, None without privacy "local".
+
+    Refuse a run that would reveal more than it says, or cost more than the site's owner allows. `about` is the hub's description
+    of the run, `checksum` that of the site's data, `folder` the one with all runs of the site.
+    """
+    training = sim.training
+    if training.privacy != "local":
+        if max_epsilon:
+            raise InputError("privacy", training.privacy, "'local': this site's owner has set a bound for ε")
+        return None
+    if secret is None:
+        raise InputError("privacy", "local", "'off' at a site without a secret, from which its noise is drawn")
+    check_local(sim.method, sim.task)
+    run, left = str(about["run"]), 0.0
+    if max_epsilon:
+        others = sum(spent_at(path) for path in folder.glob("*") if path.name != run)
+        left = max_epsilon - others
+        if left <= 0:
+            right = f"more than ε {others:.4g}, which this site's other runs have cost"
+            raise InputError("privacy", "local", right)
+    assert sim.experiment is not None
+    work = {**values_of(training), "method": sim.method.id, **values_of(sim.method)}
+    work |= {"model": sim.experiment.model, "head": sim.experiment.head, "data": checksum}
+    bound = {"run": run, **{name: int(about[name]) for name in ("client", "clients", "classes")}}
+    bound["work"] = json.dumps(work, sort_keys=True, default=str)
+    return SitePrivacyLog(folder / run, secret, bound, training, training.batch_size, left)
+
+
 def spent_at(folder: Path) -> float:
-    """Return ε of a site's run, from its books; 0 without any."""
-    entries, _ = read(folder / BOOKS) if (folder / BOOKS).exists() else ([], [])
+    """Return ε of a site's run, from its log; 0 without any."""
+    entries, _ = read(folder / PRIVACY_LOG) if (folder / PRIVACY_LOG).exists() else ([], [])
     return max((float(entry.get("epsilon", 0.0)) for entry in entries), default=0.0)
 
 
 # ---- the hub ---------------------------------------------------------------------------------------------------------
-class HubBooks:
+class HubPrivacyLog:
     """What the hub draws cohorts and noise from (`server.privacy.Hidden`)."""
 
     def __init__(self, folder: Path, secret: Secret, run: str, begun: bool = False) -> None:
-        """Go on with the books in a run's folder."""
+        """Go on with the log in a run's folder."""
         self.secret = secret.child("hub", run)
-        self.books = Books(folder, self.secret, begun)
-        self._given = {int(entry["round"]): entry["inputs"] for entry in self.books.entries if entry["what"] == "mean"}
+        self.log = PrivacyLog(folder, self.secret, begun)
+        self._given = {int(entry["round"]): entry["inputs"] for entry in self.log.entries if entry["what"] == "mean"}
 
     def release(self, round: int, inputs: Tree) -> Secret:
-        """Return what the noise of a round is drawn from, once the books say of which inputs a mean is given away."""
+        """Return what the noise of a round is drawn from, once the log says of which inputs a mean is given away."""
         own = self.secret.child("mean", round, digest_of(inputs))
         name = own.digest()
         if self._given.setdefault(round, name) != name:
             what = "its noisy mean was given away before the hub was stopped, and now the uploads are others"
             raise TrainingError(f"round {round}: {what}; ε counts one mean a round, so no second one leaves the hub")
-        if not any(entry.get("round") == round for entry in self.books.entries):
-            self.books.add("mean", round=round, inputs=name)
+        if not any(entry.get("round") == round for entry in self.log.entries):
+            self.log.add("mean", round=round, inputs=name)
         return own
