@@ -100,14 +100,14 @@ def outcome(method: str, partition: str, attack: str, strength: float, rule: str
         marked = dataclasses.replace(experiment, attack="sign-flip")
         attackers = prepare.from_experiment(marked, federation)[0].attack
         assert attackers is not None
-        honest = set(range(len(federation))) - attackers.clients
+        honest = {str(k) for k in range(len(federation)) if k not in attackers.clients}
         try:
             run = fs.run(experiment, federation=federation)
         except TrainingError:
             results.append(Outcome(math.nan, math.nan))
             continue
         models = [
-            accuracy(run, model, honest) if model in run.method.scores else math.nan
+            accuracy(run.history[-1], model, honest) if model in run.method.scores else math.nan
             for model in ("generic", "personal")
         ]
         rates = [run.after.get(name, math.nan) for name in ("backdoor_generic", "backdoor")]

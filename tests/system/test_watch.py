@@ -18,7 +18,7 @@ import pytest
 from fedstill.cli import main
 from fedstill.report.html.live import Live, Progress, at_work, left, progress_of, render
 
-from .. import browser
+from .. import chromium
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 SLOW = [
@@ -78,10 +78,10 @@ def test_a_page_follows_runs_until_they_stop(going_on, tmp_path: Path) -> None:
         answer = get(port, "/")
         assert answer.getheader("Content-Security-Policy").startswith("frame-ancestors 'none'")
         assert b"connect-src &#x27;self&#x27;" in answer.read()
-        with browser.opened() as tab:
-            tab.width(1280)
-            tab.open(f"http://127.0.0.1:{port}/")
-            tab.wait("return document.querySelector('#curves svg path.line')")
+        with chromium.opened() as tab:
+            tab.open(f"http://127.0.0.1:{port}/", 1280)
+            drawn = "return document.querySelector('#curves svg path.line') !== null"
+            tab.wait(drawn)
             words = "return document.querySelector('p.answer').textContent"
             first = tab.script(words)
             assert re.fullmatch(r"[\d,]+ of 6,000 rounds, about .* left\.", first)
@@ -90,14 +90,14 @@ def test_a_page_follows_runs_until_they_stop(going_on, tmp_path: Path) -> None:
             pane = tab.script(shown)
             tab.wait(f"return document.querySelector('p.answer').textContent !== {json.dumps(first)}")
             assert tab.script(shown) == pane, "what was chosen stays"
-            for name, width, scheme in (("wide", 1280, "light"), ("dark", 1280, "dark"), ("phone", 390, "light")):
-                tab.width(width)
-                tab.scheme(scheme)
+            for name, width, dark in (("wide", 1280, False), ("dark", 1280, True), ("phone", 390, False)):
+                tab.open(f"http://127.0.0.1:{port}/", width, dark=dark)
+                tab.wait(drawn)
                 assert tab.overflow() <= 0
                 tab.screenshot(tmp_path / f"{name}.png")
             run.send_signal(signal.SIGINT)
             tab.wait("return document.querySelector('p.answer').textContent.startsWith('Stopped after')", 60)
-            assert [line for line in tab.console() if "favicon" not in line] == []
+            assert [line for line in tab.messages if "favicon" not in line] == []
         run.wait(60)
         assert page.wait(60) == 0
         assert f"stopped: 'fedstill resume {out}' goes on" in page.stdout.read()

@@ -15,56 +15,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 from torch import Tensor
 
 from . import settings, terms
 from .batch import Batch
-from .plan import Length
-from .task import Task, Upload
+from .task import Loss, Phase, Task, Upload
 from .tree import Params, Tree
 
 __all__ = ["Loss", "Method", "Phase", "Upload"]
-
-Loss: TypeAlias = Callable[[Task, Params, Tree, Batch], Tensor]
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A phase of local work: what is trained, by which loss, for how long. Each phase starts with fresh optimiser state.
-
-    `model` names the entry of `local` that is trained; `moves` the names in it that may change (None: all). Names that do
-    not move keep their exact values, buffers included. None elsewhere means: as the experiment says. A phase lasts `epochs`
-    or `steps` SGD steps, which are the same number for every client; with neither, the experiment's.
-    """
-
-    epochs: int | None = None
-    steps: int | None = None
-    moves: frozenset[str] | None = None
-    model: str = "params"
-    loss: Loss | None = None
-    lr: float | None = None
-    momentum: float | None = None
-    enter: Callable[[Task, Tree], Tree] | None = None
-    """*Client.* `enter(task, local) -> local`: called before the phase with what the phase before left."""
-    after_epoch: Callable[[Task, Params, Params], Params] | None = None
-    """*Client.* `after_epoch(task, before, after) -> values`: new values from the weights before and after a whole epoch."""
-
-    def __post_init__(self) -> None:
-        if self.epochs is not None and self.steps is not None:
-            raise ValueError(f"a phase of {self.epochs} epochs and {self.steps} steps: should have one of the two")
-
-    @property
-    def own_length(self) -> bool:
-        """Whether the phase says itself how long it lasts."""
-        return self.epochs is not None or self.steps is not None
-
-    def length(self, task: Task) -> Length:
-        """Return how long the phase lasts."""
-        if self.own_length:
-            return Length(self.epochs or 0, self.steps or 0)
-        return task.length
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,11 @@
-"""What a method may know: the model as functions, the numbers that define local work, and the client's own data."""
+"""What a method may know: the model as functions, the settings of local work, the client's own data; and a phase of that work."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -412,3 +412,43 @@ class Upload:
     def params(self) -> Params:
         """What a mean of models takes: the uploaded parameters, rebased onto the current model where they are stale."""
         return self.tree["params"] if self.rebased is None else self.rebased
+
+
+Loss: TypeAlias = Callable[[Task, Params, Tree, Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase of local work: what is trained, by which loss, for how long. Each phase starts with fresh optimiser state.
+
+    `model` names the entry of `local` that is trained; `moves` the names in it that may change (None: all). Names that do
+    not move keep their exact values, buffers included. None elsewhere means: as the experiment says. A phase lasts `epochs`
+    or `steps` SGD steps, which are the same number for every client; with neither, the experiment's.
+    """
+
+    epochs: int | None = None
+    steps: int | None = None
+    moves: frozenset[str] | None = None
+    model: str = "params"
+    loss: Loss | None = None
+    lr: float | None = None
+    momentum: float | None = None
+    enter: Callable[[Task, Tree], Tree] | None = None
+    """*Client.* `enter(task, local) -> local`: called before the phase with what the phase before left."""
+    after_epoch: Callable[[Task, Params, Params], Params] | None = None
+    """*Client.* `after_epoch(task, before, after) -> values`: new values from the weights before and after a whole epoch."""
+
+    def __post_init__(self) -> None:
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError(f"a phase of {self.epochs} epochs and {self.steps} steps: should have one of the two")
+
+    @property
+    def own_length(self) -> bool:
+        """Whether the phase says itself how long it lasts."""
+        return self.epochs is not None or self.steps is not None
+
+    def length(self, task: Task) -> Length:
+        """Return how long the phase lasts."""
+        if self.own_length:
+            return Length(self.epochs or 0, self.steps or 0)
+        return task.length
