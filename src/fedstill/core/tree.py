@@ -17,6 +17,7 @@ from torch import Tensor
 Params: TypeAlias = dict[str, Tensor]
 Tree: TypeAlias = dict[str, Any]  # every value is a Tensor or a Tree
 SEPARATOR = "|"  # between the names of nested branches; never occurs in a parameter's name
+SMALL = 1 << 24  # bytes that are copied rather than read by a call for each of many rows
 
 
 def map(f: Callable[..., Tensor], *trees: Tree) -> Tree:
@@ -216,6 +217,9 @@ def norms(trees: Sequence[Tree]) -> list[float]:
     joined = _joined_rows(flat) if flat and flat[0] and all(len(entry) == len(flat[0]) for entry in flat) else None
     parts = flat if joined is None else [[row] for row in joined[0]]
     squares = [0.0] * len(trees)
+    if joined is not None and len(trees) * joined[0][0].nbytes <= SMALL:  # a call for each row takes longer than a copy
+        of_rows = torch.linalg.vector_norm(torch.stack(joined[0]), dim=1).tolist()
+        parts, squares = [[] for _ in trees], [norm * norm for norm in of_rows]
     for entries, most in ((parts, math.inf), (whole, 2.0**53)):
         owners = [i for i, entry in enumerate(entries) for _ in entry]
         if owners:
