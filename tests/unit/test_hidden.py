@@ -455,6 +455,7 @@ def test_what_a_deployment_cannot_protect_is_refused(party: Private) -> None:
         hubs.check_deadline(made("fedavg", **CENTRAL), "auto")
     with pytest.raises(InputError, match="round_deadline"):
         hubs.run(party.hub_server, made("fedavg", **CENTRAL), NAMES, party.folder / "x", deadline=3.0)
+    assert not party.hub_server.wait_for(NAMES, 20)
     with pytest.raises(InputError, match="personal model is what DP-SGD trains"):
         hubs.run(party.hub_server, made("ditto", **LOCAL), NAMES, party.folder / "y", secret=ONE)
     assert jobs.hubs is hubs
