@@ -34,9 +34,9 @@ def plan_attacked(methods: Sequence[Method], flag_values: Mapping[str, Any]) -> 
             experiments[f"{method.id}-{name}"] = job.first
     assert job is not None
     ours = {field.name for field in fields_of(Robustness)}
-    said = [
+    explicit = [
         name
         for name in job.explicit
         if name not in ours or all(experiment.without_effect([name]) for experiment in experiments.values())
     ]
-    return dataclasses.replace(job, experiments=experiments, explicit=tuple(said))
+    return dataclasses.replace(job, experiments=experiments, explicit=tuple(explicit))

@@ -109,11 +109,11 @@ def _hub_canary(given: Mapping[str, Any], words: Sequence[str]) -> None:
             pass
     except TrainingError as error:
         failed = error
-    told = reading.read_json(folder / jobs.OUTCOME) if (folder / jobs.OUTCOME).exists() else {"rows": []}
+    outcome = reading.read_json(folder / jobs.OUTCOME) if (folder / jobs.OUTCOME).exists() else {"rows": []}
     say(
         f"{'site':<20} {'samples':>8} {'classes':>8} {'shape':>14} {'memory':>9} {'disk':>9} {'clock':>8} {'a round':>9}"
     )
-    for row in told.get("rows", []):
+    for row in outcome.get("rows", []):
         shape = "×".join(map(str, row["shape"]))
         took = f"{row['seconds']:.1f} s" if "seconds" in row else "-"
         room = " ".join(f"{row[kind] / 1e9:>6.1f} GB" for kind in ("memory", "disk"))
@@ -140,9 +140,9 @@ def _hub_status(given: Mapping[str, Any], words: Sequence[str]) -> None:
     if now and at_work:
         say(f"run {now['run']}: round {now['round']} of {now['rounds']}")
     for name in made.sites():
-        told = status["sites"].get(name, {"state": "never seen"})
-        state = told["state"] if at_work else "unknown"
-        say(f"  {name:<20} {state:<10} {told.get('received', 0):>12,} bytes received")
+        known = status["sites"].get(name, {"state": "never seen"})
+        state = known["state"] if at_work else "unknown"
+        say(f"  {name:<20} {state:<10} {known.get('received', 0):>12,} bytes received")
     for name in sorted(made.revoked()):
         say(f"  {name:<20} revoked")
     for refused in status["refused"][-5:]:

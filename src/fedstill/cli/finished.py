@@ -100,14 +100,16 @@ def _told_apart(runs: Sequence[Run]) -> tuple[list[Run], Facts, list[str]]:
     facts = [_facts(run) for run in runs]
     names = [name for name in ("data", "clients", "partition", "model") if len({getattr(f, name) for f in facts}) > 1]
     apart = [{**run.beside, **{name: getattr(f, name) for name in names}} for run, f in zip(runs, facts, strict=True)]
-    told = [dataclasses.replace(run, beside=beside) for run, beside in zip(runs, apart, strict=True)]
+    labelled = [dataclasses.replace(run, beside=beside) for run, beside in zip(runs, apart, strict=True)]
     same: dict[tuple[Any, ...], list[int]] = {}
-    for i, run in enumerate(told):
+    for i, run in enumerate(labelled):
         every = {**settings.values_of(run.training), **run.beside, **settings.values_of(run.method)}
         same.setdefault((run.method.id, *every.items()), []).append(i)
     for doubles in same.values():
         for i in doubles if len(doubles) > 1 else []:
-            told[i] = dataclasses.replace(told[i], beside={**told[i].beside, "folder": str(told[i].folder)})
+            labelled[i] = dataclasses.replace(
+                labelled[i], beside={**labelled[i].beside, "folder": str(labelled[i].folder)}
+            )
     by_seed = {(run.training.seed, f.hashes): f.hashes[0] for run, f in zip(runs, facts, strict=True)}
     shared = dataclasses.replace(
         facts[0],
@@ -117,11 +119,11 @@ def _told_apart(runs: Sequence[Run]) -> tuple[list[Run], Facts, list[str]]:
     notes = []
     for name in names:
         values = {
-            label: dict.fromkeys(str(run.beside[name]) for run in seeds) for label, seeds in grouped(told).items()
+            label: dict.fromkeys(str(run.beside[name]) for run in seeds) for label, seeds in grouped(labelled).items()
         }
         listed = "; ".join(f"{label}: {', '.join(each)}" for label, each in values.items())
         notes.append(f"{name} of {listed}")
-    return told, shared, notes
+    return labelled, shared, notes
 
 
 def _unfinished(runs: Mapping[str, Sequence[Run]]) -> list[str]:

@@ -35,8 +35,8 @@ def report(argv: Sequence[str]) -> None:
         parser.print_help()
         return
     if not words or len(set(words)) < len(words):
-        said = Shown(" ".join(words) or "nothing")
-        raise InputError("folder", said, "folders that --out made, each once: fedstill report FOLDER …")
+        given = Shown(" ".join(words) or "nothing")
+        raise InputError("folder", given, "folders that --out made, each once: fedstill report FOLDER …")
     out = flag_values.get("out")
     if out is not None and not out.endswith(".html"):
         raise InputError("--out", out, "a file that ends in .html")

@@ -134,7 +134,7 @@ class Lines:
         self.planned, self.store = planned, store
         self.left: list[Member] = []
         self.total = 0
-        self.began = self.said = time.monotonic()
+        self.began = self.printed = time.monotonic()
         self.spent = 0.0  # work that is over, in the unit of `_work`
         self.rounds: dict[tuple[int, int], int] = {}
         self.screen = console()
@@ -142,7 +142,7 @@ class Lines:
     def begin(self, members: Sequence[Member]) -> None:
         """Note that some runs begin, or go on, side by side."""
         self.total = self.total or len(self.left)
-        self.said = time.monotonic()
+        self.printed = time.monotonic()
 
     def step(self, member: Member, record: dict[str, Any]) -> None:
         """Show a round, now and then."""
@@ -152,8 +152,8 @@ class Lines:
             accuracy = f"{100 * record['personal']:.1f} %" if "personal" in record else ""
             where = f"{member.trial.label}, seed {member.experiment.seed}, round {record['round']}/{member.experiment.rounds}"
             print(f"\r\x1b[K[{done}/{self.total}] {where}  {accuracy}"[: self.screen.width + 4], end="", flush=True)
-        elif now - self.said >= EVERY:
-            self.said = now
+        elif now - self.printed >= EVERY:
+            self.printed = now
             say(
                 f"  {member.trial.label}, seed {member.experiment.seed}: round {record['round']}/{member.experiment.rounds}"
             )

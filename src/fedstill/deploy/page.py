@@ -110,10 +110,10 @@ def _head(view: View) -> str:
     else:
         state, mood = "at work", "good"
     here = sum(site.get("state") == "here" for site in view.sites.values()) if view.at_work else 0
-    told = f"{here} of {len(view.sites)} sites here · fedstill {_text(view.version)} · {_clock(view.now)}"
+    summary_line = f"{here} of {len(view.sites)} sites here · fedstill {_text(view.version)} · {_clock(view.now)}"
     return f"""<header>
 <h1>{_text(view.hub)} <span class="state {mood}">{_text(state)}</span></h1>
-<p class="quiet">{told}</p>
+<p class="quiet">{summary_line}</p>
 </header>"""
 
 
@@ -212,12 +212,14 @@ def _curve(records: Sequence[Mapping[str, Any]]) -> str:
         drawn.append(f'<polyline class="{model}" points="{path}"/>')
         legend.append(f'<li class="{model}">{model}</li>')
     grid = "".join(f'<line x1="0" x2="100" y1="{y}" y2="{y}"/>' for y in (0, 50, 100))
-    said = "; ".join(f"{model} {_share(points[-1][1])} after round {points[-1][0]}" for model, points in lines.items())
+    spoken = "; ".join(
+        f"{model} {_share(points[-1][1])} after round {points[-1][0]}" for model, points in lines.items()
+    )
     marks = "".join(f"<span>{_share(value, 0)}</span>" for value in (1.0, (1 + low) / 2, low))
     return f"""<figure>
 <ul class="legend">{"".join(legend)}</ul>
 <div class="plot"><div class="marks" aria-hidden="true">{marks}</div>
-<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="accuracy by round: {_text(said)}">
+<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="accuracy by round: {_text(spoken)}">
 <g class="grid">{grid}</g>{"".join(drawn)}</svg></div>
 <div class="rounds" aria-hidden="true"><span>round 1</span><span>{last}</span></div>
 </figure>"""
@@ -316,11 +318,11 @@ def _changed(path: Path) -> float:
 
 def _outcome(folder: Path) -> str:
     """Return how a run has ended."""
-    told = _json(folder / OUTCOME)
-    if not told:
+    outcome = _json(folder / OUTCOME)
+    if not outcome:
         return "goes on, or waits"
     return (
-        f"done, {told.get('rounds', '?')} rounds"
-        if told.get("ok") and "rounds" in told
-        else str(told.get("why") or "done")
+        f"done, {outcome.get('rounds', '?')} rounds"
+        if outcome.get("ok") and "rounds" in outcome
+        else str(outcome.get("why") or "done")
     )

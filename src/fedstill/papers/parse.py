@@ -128,14 +128,14 @@ def _cell(
 ) -> Cell:
     """Return the cell in a row and a column: what is said later goes over what is said before."""
     own = [more for pattern, more in row.get("on", {}).items() if fnmatchcase(_id_of(column), pattern)]
-    said = [shared, table, panel, row, column, *own]
+    levels = [shared, table, panel, row, column, *own]
     variant: dict[str, Any] = {}
     contract: dict[str, Any] = {}
-    for entry in said:
+    for entry in levels:
         variant = vary(variant, entry.get("variant", {}))
         contract.update(entry.get("contract", {}))
-    setting = next((entry["setting"] for entry in reversed(said) if "setting" in entry), "")
-    method = next((entry["method"] for entry in reversed(said) if "method" in entry), paper)
+    setting = next((entry["setting"] for entry in reversed(levels) if "setting" in entry), "")
+    method = next((entry["method"] for entry in reversed(levels) if "method" in entry), paper)
     lines = [column, row] if "setting" in column and "setting" not in row else [row, column]
     published, spread, relation = _number(value)
     return Cell(

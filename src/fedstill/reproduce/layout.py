@@ -6,7 +6,7 @@ import itertools
 import textwrap
 from collections.abc import Sequence
 
-from ..papers import Exhibit, Panel
+from ..papers import METRICS, Exhibit, Panel
 from ..report.costs import NONE
 from ..run.evaluate import FIXED, WORDS
 from .reading import Reading, rankings
@@ -120,8 +120,6 @@ def _pm(mean: float, spread: float | None) -> str:
 
 def unit_line(exhibit: Exhibit, readings: Sequence[Reading]) -> str:
     """Say what the numbers are: the metrics, models, means and rounds of the contracts."""
-    from ..papers import METRICS
-
     words: dict[str, None] = {}
     for reading in readings:
         contract = reading.cell.contract

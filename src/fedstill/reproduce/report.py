@@ -119,8 +119,8 @@ def _figure(name: str, title: str, panel: Panel, readings: Sequence[Reading]) ->
         table = csv(
             ("client", "class", "samples"), [(k, c, n) for k, row in of.items() for c, n in enumerate(row) if n]
         )
-        said = {k: str(k) for k in of}
-        return figure(name, title, lambda width: holdings.draw(of, said, labels, width), table)
+        names = {k: str(k) for k in of}
+        return figure(name, title, lambda width: holdings.draw(of, names, labels, width), table)
     lines = {_name(r, readings): _curve(r) for r in readings if len(mean_curve(r.curves)) > 1}
     if lines:
         classes = _classes(list(lines))

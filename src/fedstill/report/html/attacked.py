@@ -26,9 +26,11 @@ def sentence(table: Table) -> str:
     if names[0] != "clean, mean" or not rows:
         return ""
     best = max(rows, key=lambda i: shares[i][0] or 0.0)
-    clean, *said = [(name, value) for name, value in zip(names, shares[best], strict=True) if value is not None]
-    texts = [f"{value:.1f} % under {name.removesuffix(', mean')}" for name, value in said if name.endswith(", mean")]
-    rules = [(value, name.rpartition(", ")[2]) for name, value in said if not name.endswith(", mean")]
+    clean, *attacked = [(name, value) for name, value in zip(names, shares[best], strict=True) if value is not None]
+    texts = [
+        f"{value:.1f} % under {name.removesuffix(', mean')}" for name, value in attacked if name.endswith(", mean")
+    ]
+    rules = [(value, name.rpartition(", ")[2]) for name, value in attacked if not name.endswith(", mean")]
     texts += [f"{value:.1f} % under attack with the rule {rule}" for value, rule in [max(rules)]] if rules else []
     method, _, model = first.cells[best].partition(", ")
     return f"{', '.join([f'The {model} model of {method} has {clean[1]:.1f} % without attackers', *texts])}."

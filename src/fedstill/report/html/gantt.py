@@ -33,9 +33,9 @@ def timeline(run: Result, label: str) -> Html | None:
         for line in run.timeline
         for i, k in enumerate(line["clients"])
     ]
-    said = summary(run.timeline, str(run.settings.get("late", "drop")), str(run.settings.get("mode", "sync")))
+    sentences = summary(run.timeline, str(run.settings.get("late", "drop")), str(run.settings.get("mode", "sync")))
     shown = f"The first {len(lines)} rounds of {label}, seed {run.seed}; fastest client on top."
-    caption = " ".join([shown, *(f"{text[0].upper()}{text[1:]}." for text in said)])
+    caption = " ".join([shown, *(f"{text[0].upper()}{text[1:]}." for text in sentences)])
     return figure(
         "timeline",
         "Who worked and waited when, in simulated time",

@@ -155,8 +155,8 @@ def _head(runs: Sequence[Progress], working: bool) -> Html:
     done, total = sum(run.done for run in runs), sum(run.rounds for run in runs)
     rest = left(runs)
     if all(run.over for run in runs) and not working:
-        said = f"Finished: {done:,} rounds."
-        return tag("p", said, cls="answer", data_over=True)
+        sentence = f"Finished: {done:,} rounds."
+        return tag("p", sentence, cls="answer", data_over=True)
     if not working:
         return tag(
             "p", f"Stopped after {done:,} of {total:,} rounds; 'fedstill resume' goes on.", cls="answer", data_over=True

@@ -72,10 +72,10 @@ def render(study: Study, method: str = "") -> str:
         if any(parts)
     ]
     title = f"{study.name}: {_kind(study)}"
-    said = answer.answer(study, tested, found, shown)
+    lead = answer.answer(study, tested, found, shown)
     if under_attack is not None and (words := attacked.sentence(under_attack)):
-        said = tag("p", words, cls="answer")
-    top = [said, *_warnings(study)]
+        lead = tag("p", words, cls="answer")
+    top = [lead, *_warnings(study)]
     return document(title, _facts(study), [*top, *body])
 
 
@@ -102,8 +102,8 @@ def document(title: str, facts: str, body: Sequence[object], live: bool = False)
     )
     theme = tag("button", "Dark", id="theme", type="button", hidden=True, title="Light or dark")
     top = tag("header", tag("div", tag("h1", title), tag("p", facts, cls="facts")), theme, cls="top")
-    said = "This page renews itself." if live else "Everything on this page is in this file."
-    footer = tag("footer", f"fedstill {__version__}. {said}")
+    origin = "This page renews itself." if live else "Everything on this page is in this file."
+    footer = tag("footer", f"fedstill {__version__}. {origin}")
     lost = [tag("p", "This page is no longer renewed.", id="lost", cls="warn", hidden=True)] if live else []
     tip = tag("div", id="tip", role="status", hidden=True)
     page = tag(
@@ -119,8 +119,10 @@ def of_tables(
     title: str, facts: str, sentences: Sequence[str], tables: Sequence[Table], figures: Sequence[Html] = ()
 ) -> str:
     """Return a page of tables and figures, such as those of a reproduction, under sentences of one's own."""
-    said = [tag("p", sentence, cls="answer" if i == 0 else "answer second") for i, sentence in enumerate(sentences)]
-    return document(title, facts, [*said, *(table.html() for table in tables), *figures])
+    paragraphs = [
+        tag("p", sentence, cls="answer" if i == 0 else "answer second") for i, sentence in enumerate(sentences)
+    ]
+    return document(title, facts, [*paragraphs, *(table.html() for table in tables), *figures])
 
 
 def _tested(study: Study) -> Differences | None:
