@@ -142,12 +142,12 @@ def test_a_step_of_ones_own_is_torchs_sgd(nesterov: bool) -> None:
     w = {"a": torch.linspace(-1, 1, 5, dtype=torch.float64)}
     leaf = w["a"].clone().requires_grad_()
     sgd = torch.optim.SGD([leaf], lr=0.05, momentum=0.9, weight_decay=1e-3, nesterov=nesterov)
-    momentum = tree.zeros(w)
+    past = task.at_rest(w)
     for i in range(4):
         g = torch.linspace(0, i + 1, 5, dtype=torch.float64)
         leaf.grad = g.clone()
         sgd.step()
-        w, momentum = task.descend(w, {"a": g}, momentum)
+        w, past = task.descend(w, {"a": g}, past)
         assert torch.allclose(w["a"], leaf, atol=1e-15)
 
 

@@ -13,7 +13,8 @@ class Batch:
 
     `mask` is 1 for a real sample and 0 for padding, or None without padding. `index` holds the samples' positions in the client's
     data, to look up values computed once per round. `key` seeds the step's randomness; it is drawn from (seed, round, client,
-    step).
+    step). Where mixup has mixed another sample into each one, `other` holds those samples' labels and `share` is λ, what is left of
+    the sample itself: the loss is the mixture of both labels' (`terms.cross_entropy`).
     """
 
     x: Tensor
@@ -21,3 +22,5 @@ class Batch:
     index: Tensor
     key: Tensor
     mask: Tensor | None = None
+    other: Tensor | None = None
+    share: Tensor | None = None

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.func import grad, grad_and_value, vmap
 
 from . import plan, tree
+from .augment import Augment
 from .batch import Batch
 from .errors import InputError, NoSamples, Shown
-from .optim import SGD
+from .optim import SGD, Adam, Optimizer, OptimizerName, Recipe, clipped
 from .plan import Length
 from .secret import Secret
 from .tree import Params, Tree
@@ -182,6 +183,9 @@ class Task:
     seed: int = 0
     average: Average = tree.mean
     private: SampleNoise | None = None  # how phases of "params" protect single samples; None: not
+    recipe: Recipe = Recipe()  # the optimiser of local work and what goes with it
+    augment: Augment | None = None  # what a step's batch passes through; None: nothing
+    now: Any = None  # the learning rate of this step, in a method's own step where a schedule changes it; else None
 
     def at_site(self, site: Site) -> Task:
         """Return the task as a client with this data sees it."""
@@ -191,6 +195,31 @@ class Task:
     def length(self) -> Length:
         """How long the experiment has clients train, where a phase has no length of its own."""
         return Length(steps=self.local_steps) if self.local_steps else Length(self.epochs)
+
+    @property
+    def rate(self) -> Any:
+        """The learning rate now: `lr` times the schedule's factor of this round or, in a method's own step, of this step."""
+        return self.lr * self.factor if self.now is None else self.now
+
+    @property
+    def factor(self) -> float:
+        """The factor of this round by which the schedule multiplies learning rates; 1 where it changes none by round."""
+        schedule = self.recipe.schedule
+        return schedule.factor(self.round - 1, self.rounds) if schedule.by_round else 1.0
+
+    def optimizer(
+        self,
+        rate: Any,
+        momentum: float | None = None,
+        kind: OptimizerName | None = None,
+        weight_decay: float | None = None,
+    ) -> Optimizer:
+        """Return an optimiser with this learning rate; what is None is as the experiment says."""
+        recipe, momentum = self.recipe, self.momentum if momentum is None else momentum
+        decay, kind = self.weight_decay if weight_decay is None else weight_decay, kind or recipe.optimizer
+        if kind == "sgd":
+            return SGD(rate, momentum, self.nesterov and momentum > 0, decay)
+        return Adam(rate, recipe.beta1, recipe.beta2, recipe.eps, decay, kind == "adamw")
 
     @property
     def seen(self) -> Tensor:
@@ -218,11 +247,40 @@ class Task:
             return torch.cat([self.net(params, part, train=False) for part in torch.split(x, CHUNK)])
 
     def local_logits(self, params: Params) -> Tensor:
-        """Return the evaluation output for all of the client's training samples; look entries up by `batch.index`."""
+        """Return the evaluation output for all of the client's training samples, as they are: not augmented.
+
+        A teacher of batches is `teach` and `taught`, which look entries up only where batches are not augmented.
+        """
         site = self.here()
         with torch.no_grad():
             params = {name: self.net.fast_layout(value) for name, value in params.items()}
             return torch.cat([self.net(params, site.x[rows], train=False) for rows in torch.split(site.index, CHUNK)])
+
+    def teach(self, params: Params, features: bool = False) -> Tree:
+        """Return a teacher for `taught`: its evaluation output for all local data or, where batches are augmented, itself.
+
+        With `features` it is the head's input that teaches.
+        """
+        if self.augment is not None:
+            return {"model": params}
+        return {"rows": self.local_features(params) if features else self.local_logits(params)}
+
+    def taught(self, teacher: Tree, batch: Batch, features: bool = False) -> Tensor:
+        """Return a teacher's evaluation output for the batch, without gradient: looked up, or of the augmented samples."""
+        if "rows" in teacher:
+            return teacher["rows"][batch.index]  # type: ignore[no-any-return]
+        params = {name: value.detach() for name, value in teacher["model"].items()}
+        with torch.no_grad():
+            if not features:
+                return self.net(params, batch.x, train=False).detach()
+            first = self.need_split().modules[0]
+            taps = {first: batch.y}
+            self.net(params, batch.x, train=False, taps=taps)
+            return taps[first].flatten(1).detach()
+
+    def augmented(self, batch: Batch) -> Batch:
+        """Return a batch as training sees it."""
+        return batch if self.augment is None else self.augment(batch)
 
     def features(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the training output and the head's input, flattened: (logits, features)."""
@@ -311,17 +369,16 @@ class Task:
         grads, (value, buffers) = grad_and_value(at, has_aux=True)(weights, rest)
         return grads, value, buffers
 
-    def descend(self, weights: Params, grads: Params, momentum: Params) -> tuple[Params, Params]:
-        """Make one step of the experiment's SGD: return the new weights and momentum (an empty tree where it has none)."""
-        sgd = SGD(self.lr, self.momentum, self.nesterov and self.momentum > 0, self.weight_decay)
-        new: Params = {}
-        moving: Params = {}
-        for name, w in weights.items():
-            d, b = sgd.direction(w, grads[name], momentum.get(name))
-            new[name] = w - self.lr * d
-            if b is not None:
-                moving[name] = b
-        return new, moving
+    def at_rest(self, weights: Params, **own: float) -> Tree:
+        """Return the state of the experiment's optimiser before its first step; `own` as for `descend`."""
+        return self.optimizer(self.lr, **own).at_rest(weights)
+
+    def descend(self, weights: Params, grads: Params, state: Tree, **own: float) -> tuple[Params, Tree]:
+        """Make one step of the experiment's optimiser, with its clipping: return the new weights and the optimiser's state.
+
+        `own` are a `momentum` and a `weight_decay` in place of the experiment's.
+        """
+        return self.optimizer(self.rate, **own).stepped(weights, clipped(grads, self.recipe.clip), state)
 
     # ---- randomness --------------------------------------------------------------------------------------------------
     def uniform(self, *words: int) -> float:
@@ -362,7 +419,7 @@ class Task:
         real = torch.arange(len(site.index), device=device) < site.samples
         index = torch.where(real, ranks, 1 << 32).argsort(stable=True)[: len(batch.y)]
         rows, key = site.index[index], plan.uniform_bits(batch.key, 2 * plan.DRAWS + stream, ()) >> 1
-        return Batch(site.x[rows], site.y[rows], index, key, batch.mask)
+        return self.augmented(Batch(site.x[rows], site.y[rows], index, key, batch.mask))
 
     def trainable(self, params: Params) -> Params:
         """Return the trainable parameters, without buffers."""
@@ -419,7 +476,8 @@ Loss: TypeAlias = Callable[[Task, Params, Tree, Batch], Tensor]
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of local work: what is trained, by which loss, for how long. Each phase starts with fresh optimiser state.
+    """A phase of local work: what is trained, by which loss, for how long. Each phase starts with fresh optimiser state, or with
+    the client's own of the same phase in its last round where the experiment keeps it. A schedule also scales a phase's own `lr`.
 
     `model` names the entry of `local` that is trained; `moves` the names in it that may change (None: all). Names that do
     not move keep their exact values, buffers included. None elsewhere means: as the experiment says. A phase lasts `epochs`
@@ -433,6 +491,7 @@ class Phase:
     loss: Loss | None = None
     lr: float | None = None
     momentum: float | None = None
+    optimizer: OptimizerName | None = None
     enter: Callable[[Task, Tree], Tree] | None = None
     """*Client.* `enter(task, local) -> local`: called before the phase with what the phase before left."""
     after_epoch: Callable[[Task, Params, Params], Params] | None = None

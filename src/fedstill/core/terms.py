@@ -22,7 +22,10 @@ def mean(values: Tensor, batch: Batch) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
-    """CE: −log softmax(logits)[y], averaged over the batch."""
+    """CE: −log softmax(logits)[y], averaged over the batch; where samples are mixed, λ·CE(y) + (1−λ)·CE(y′)."""
+    if batch.other is not None and batch.share is not None:
+        own, mixed = (F.cross_entropy(logits, y, reduction="none") for y in (batch.y, batch.other))
+        return mean(batch.share * own + (1 - batch.share) * mixed, batch)
     if batch.mask is None:
         return F.cross_entropy(logits, batch.y)
     return mean(F.cross_entropy(logits, batch.y, reduction="none"), batch)

@@ -11,7 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from .augment import Augment
 from .errors import InputError
+from .optim import Recipe
+from .schedule import Schedule
 from .settings import Group, setting
 
 REAL = "real"  # the profile of a deployment: its clients are real, and so are the seconds
@@ -59,21 +62,71 @@ class LocalTraining(Group):
         group="local training",
     )  # fmt: skip
     batch_size: int = setting(16, "samples a step; a client with fewer uses them all", least=1, group="local training")
-    lr: float = setting(0.05, "learning rate η of SGD", above=0, group="local training")
+    lr: float = setting(0.05, "learning rate η", above=0, group="local training")
     momentum: float = setting(
         0.9, "momentum of SGD; its state starts fresh each round", least=0, most=1, group="local training"
     )
     nesterov: bool = setting(False, "Nesterov's momentum", group="local training")
-    weight_decay: float = setting(0.0, "weight decay of SGD", least=0, group="local training")
+    weight_decay: float = setting(
+        0.0, "weight decay: added to the gradient, of adamw apart from it", least=0, group="local training"
+    )
+    optimizer: Literal["sgd", "adam", "adamw"] = setting(
+        "sgd", "the clients' optimiser; adam and adamw want a smaller lr, as 0.001", group="local training"
+    )
+    adam_beta1: float = setting(0.9, "β₁ of adam and adamw", least=0, most=0.999999, group="local training")
+    adam_beta2: float = setting(0.999, "β₂ of adam and adamw", least=0, most=0.999999, group="local training")
+    adam_eps: float = setting(1e-8, "ε of adam and adamw", above=0, group="local training")
+    keep_optimizer: bool = setting(
+        False, "clients keep the optimiser's state from round to round instead of starting afresh", group="local training"
+    )
+    clip_gradient: float = setting(
+        0.0, "the longest gradient of a client's step, over all weights that move; 0: any", least=0, group="local training"
+    )
+    lr_schedule: Literal["constant", "step", "cosine"] = setting(
+        "constant", "how learning rates fall after the warm-up", group="local training"
+    )
+    lr_schedule_over: Literal["rounds", "steps"] = setting(
+        "rounds", "whether they change from round to round, or from step to step of a client's phase", group="local training"
+    )
+    warmup: int = setting(
+        0, "rounds, or steps, in which learning rates rise to their values first", least=0, group="local training"
+    )
+    lr_step: int = setting(
+        10, "lr_schedule step: rounds, or steps, after which rates fall", least=1, group="local training"
+    )
+    lr_decay: float = setting(
+        0.1, "lr_schedule step: the factor by which they fall", above=0, most=1, group="local training"
+    )
+    augment: str = setting(
+        "", "augment batches in training: crop:P,flip,cutout:S,jitter:A,mixup:α, or some of these", group="local training"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.nesterov and not self.momentum:
             raise InputError("nesterov", True, "false, or a momentum above 0")
+        Augment.parse(self.augment)
+
+    def recipe(self) -> Recipe:
+        """Return how local training makes its steps."""
+        schedule = Schedule(self.lr_schedule, self.lr_schedule_over, self.warmup, self.lr_step, self.lr_decay)
+        betas = self.adam_beta1, self.adam_beta2
+        return Recipe(self.optimizer, *betas, self.adam_eps, self.clip_gradient, self.keep_optimizer, schedule)
 
     def unused(self) -> dict[str, str]:
-        """Return the epochs where steps are counted."""
-        return super().unused() | ({"epochs": "with `local_steps`"} if self.local_steps else {})
+        """Return the epochs where steps are counted, and the numbers of optimisers and schedules that are not chosen."""
+        unused = super().unused() | ({"epochs": "with `local_steps`"} if self.local_steps else {})
+        if self.optimizer == "sgd":
+            unused |= dict.fromkeys(("adam_beta1", "adam_beta2", "adam_eps"), "without `optimizer` adam or adamw")
+            if not self.momentum:
+                unused["keep_optimizer"] = "without `momentum`: SGD has no other state"
+        else:
+            unused |= dict.fromkeys(("momentum", "nesterov"), f"with `optimizer` {self.optimizer}")
+        if self.lr_schedule != "step":
+            unused |= dict.fromkeys(("lr_step", "lr_decay"), "without `lr_schedule` step")
+        if not self.recipe().schedule.moves:
+            unused["lr_schedule_over"] = "without `lr_schedule` or `warmup`"
+        return unused
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..core.method import Method, Phase
-from ..core.optim import SGD
 from ..core.plan import JointPlan, Length, Plan
 from ..core.secret import Secret
 from ..core.task import Absent, Site, Task
@@ -184,13 +183,6 @@ class Bench:
     def length(self, work: Work, length: Length) -> int:
         """Return the number of SGD steps of one phase of a client's work."""
         return work.steps if work.part == "idle" else self.plan.steps(self.data.train.sizes[work.client], length)
-
-    def sgd(self, phase: Phase) -> SGD:
-        """Return the optimiser of a phase."""
-        t = self.task
-        momentum = t.momentum if phase.momentum is None else phase.momentum
-        lr = t.lr if phase.lr is None else phase.lr
-        return SGD(lr, momentum, t.nesterov and momentum > 0, t.weight_decay)
 
     def private(self, phase: Phase) -> bool:
         """Return whether a phase is trained by DP-SGD: what goes up comes from phases of "params"."""

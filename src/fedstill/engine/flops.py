@@ -29,6 +29,7 @@ from ..core.tree import Tree
 from ..data.samples import Part, Samples
 from ..nn.mode import AS_WRITTEN
 from .bench import SMALL, Bench
+from .kept import of_method
 from .one import run_phase
 
 aten = torch.ops.aten
@@ -96,7 +97,8 @@ def count(
 
 def _count(bench: Bench, round: int, down: Tree, memory: Tree, samples: int, rounds: int, fake: bool) -> Counted:
     method, train = bench.method, bench.data.train
-    as_written = dataclasses.replace(bench.task, net=bench.net.under(AS_WRITTEN))
+    sgd = dataclasses.replace(bench.task.recipe, optimizer="sgd")  # no optimiser is counted, and this one reads no tensor
+    as_written = dataclasses.replace(bench.task, net=bench.net.under(AS_WRITTEN), recipe=sgd)
     bench = dataclasses.replace(bench, task=as_written)
     full = min(bench.plan.batch_size, samples)
     batches = _batches(bench, rounds or bench.task.rounds, samples)
@@ -112,7 +114,7 @@ def _count(bench: Bench, round: int, down: Tree, memory: Tree, samples: int, rou
         rows = torch.arange(samples, device=x.device)
         site = Site(x, y, rows, x.new_full((), samples), x.new_full((), steps), torch.ones((), dtype=torch.float64))
         task = dataclasses.replace(bench.task, round=round, site=site)
-        memory = tree.fit_rows(memory, method.per_sample, samples)
+        memory = of_method(tree.fit_rows(memory, method.per_sample, samples))
         with Counter() as begin, torch.no_grad():
             local = method.begin(task, down, memory)
         by_phase = []
@@ -138,7 +140,7 @@ def _step(bench: Bench, task: Task, local: Tree, phase: Any, x: Tensor, y: Tenso
     alone = dataclasses.replace(bench, plan=Plan(0, len(y)), data=Only(batch))
     total = torch.zeros((), dtype=x.dtype, device=x.device)
     with Counter() as counter:
-        after = run_phase(alone, task, task.round, 0, local, phase, 1, total, None)
+        after, _ = run_phase(alone, task, task.round, 0, local, phase, 1, total, None)
     return counter.flops, after
 
 

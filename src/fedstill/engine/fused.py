@@ -13,6 +13,7 @@ used it is compared with autograd in float64, and a model for which it differs i
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, autograd, fx, nn
 
+from ..core import tree
 from ..core.method import Phase
 from ..core.optim import SGD
 from ..core.tree import Params, Tree
@@ -45,7 +47,10 @@ class Layer:
 def recognise(bench: Bench, follow: Callable[[Net], tuple[Layer, ...]] | None = None) -> Perceptron | None:
     """Return the loop for this bench if the model is such a chain and the method trains it by cross-entropy; else None."""
     net = bench.net
-    if not bench.method.plain_loss or net.device.type != "cpu" or bench.task.private is not None:
+    task = bench.task
+    if not bench.method.plain_loss or net.device.type != "cpu" or task.private is not None:
+        return None
+    if not task.recipe.plain or task.recipe.keep or task.augment is not None:
         return None
     layers = (follow or _follow)(net)
     return Perceptron(layers) if layers and _agrees(bench, layers) else None
@@ -62,7 +67,8 @@ class Perceptron:
         """Return whether a phase that moves these names can be trained here."""
         moving = set(names)
         split = any(layer.bias and (layer.weight in moving) != (layer.bias in moving) for layer in self.layers)
-        return bool(moving) and not split and phase.loss is None and phase.after_epoch is None
+        own = phase.loss is not None or phase.after_epoch is not None or phase.optimizer not in (None, "sgd")
+        return bool(moving) and not split and not own
 
     def train(
         self,
@@ -80,11 +86,12 @@ class Perceptron:
         An order may name fewer samples than there are: an incomplete epoch. `kept` is where the phase goes on and is kept,
         after whole epochs alone, and what is kept besides this loop's state.
         """
-        key = frozenset(names), sgd, x.dtype
+        key = frozenset(names), dataclasses.replace(sgd, lr=0.0), x.dtype  # a schedule changes lr from round to round
         with torch.no_grad():
             if key not in self._loops:
                 self._loops[key] = _Loop(self.layers, start, key[0], sgd)
             loop = self._loops[key]
+            loop.sgd = sgd
             loop.load(start)
             total, size = x.new_zeros(()), min(size, len(y))
             course, besides = kept if kept is not None else (None, {})
@@ -92,15 +99,14 @@ class Perceptron:
             if course is not None and course.halfway is not None:
                 past, count = course.halfway.state, course.done
                 loop.load({**start, **past["params"]})
-                for velocity, value in zip(loop.velocity, past["momentum"].values(), strict=True):
-                    velocity.copy_(value)
+                tree.map(lambda own, value: own.copy_(value), loop.past, past["optimizer"])
                 total += past["summed"]
             for order in orders:
                 total += loop.epoch(x.flatten(1), y, order, size)
                 count += -(-len(order) // size)
                 if course is not None and course.due(count):
-                    momentum = {str(i): velocity for i, velocity in enumerate(loop.velocity)}
-                    course.save(count, {**besides, "params": loop.state(), "momentum": momentum, "summed": total})
+                    state = {"params": loop.state(), "optimizer": loop.past, "summed": total}
+                    course.save(count, {**besides, **state})
             return {**start, **loop.state()}, total
 
 
@@ -117,7 +123,8 @@ class _Loop:
         ]
         self.moves = [layer.weight in moving for layer in layers]
         self.lowest = self.moves.index(True)
-        self.velocity = sgd.init(self.weights)
+        self.past = sgd.init({str(i): weight for i, weight in enumerate(self.weights)})
+        self.velocity = list(self.past.get("momentum", {}).values())
         self.data = _aligned(self.like, 0, self.inputs[0] + 1)
         self.rooms: dict[int, _Room] = {}
 
@@ -186,7 +193,7 @@ class _Loop:
         if not sgd.momentum:
             weight.addmm_(slope, a, beta=1 - sgd.lr * sgd.weight_decay, alpha=-sgd.lr / rows)
         elif sgd.nesterov:
-            sgd.update([weight], [torch.mm(slope, a).div_(rows)], [self.velocity[i]])
+            sgd.update({"": weight}, {"": torch.mm(slope, a).div_(rows)}, {"momentum": {"": self.velocity[i]}})
         else:
             velocity = self.velocity[i].addmm_(slope, a, beta=sgd.momentum, alpha=1 / rows)
             if sgd.weight_decay:
@@ -284,11 +291,12 @@ def _agrees_by(sgd: SGD, net: Net, layers: tuple[Layer, ...], x: Tensor, y: Tens
     ours, total = Perceptron(layers).train(start, net.parameters, sgd, x, y, [order], 2)
     with torch.enable_grad():
         params = {name: value.clone() for name, value in start.items()}
-        weights = [params[name].requires_grad_() for name in net.parameters]
+        weights = {name: params[name].requires_grad_() for name in net.parameters}
         state, sum_of = sgd.init(weights), 0.0
         for rows in torch.split(order, 2):
             loss = F.cross_entropy(net(params, x[rows], train=True), y[rows])
-            sgd.update(weights, list(autograd.grad(loss, weights)), state)
+            grads = autograd.grad(loss, list(weights.values()))
+            sgd.update(weights, dict(zip(weights, grads, strict=True)), state)
             sum_of += float(loss.detach())
     gaps = [((ours[name] - params[name]).abs().max(), params[name].abs().max()) for name in start]
     gaps.append(((total - sum_of).abs(), total.abs()))

@@ -12,11 +12,13 @@ from torch import Tensor
 from ..core import tree
 from ..core.batch import Batch
 from ..core.method import Method, Phase
+from ..core.optim import SGD
 from ..core.task import Task
 from ..core.tree import Params, Tree, put
 from .bench import Bench, Done, Work, results_of
 from .fused import Perceptron
 from .hooks import calls
+from .kept import KEPT, of_method, optimizer_of, with_kept
 from .malloc import keep_freed_memory
 from .progress import Course
 from .step import Step, by_autograd, check_begun, check_unchanged, explained, versions
@@ -64,13 +66,15 @@ def _train(bench: Bench, round: int, work: Work, perceptron: Perceptron | None) 
         noisy = sum(count for _, phase, count in phases if bench.private(phase))
         secret = bench.hidden.of(round, work, len(y), noisy)
         task = dataclasses.replace(task, private=dataclasses.replace(task.private, secret=secret))
-    memory = tree.fit_rows(work.memory, method.per_sample, len(y))
+    whole = tree.fit_rows(work.memory, method.per_sample, len(y))
+    memory, kept = of_method(whole), dict[str, Tree]()  # of the phases that have ended
     local, arguments = work.local if work.part == "idle" else {}, versions(down=work.down, memory=memory)
     total = torch.zeros((), dtype=x.dtype, device=x.device)
     halfway = None if work.savepoint is None else work.savepoint.load()
     if halfway is not None:
         local = halfway.state["local"]
         total += halfway.state["total"]
+        kept |= halfway.state.get("kept", {})
     if not local:
         with torch.no_grad():
             local = method.begin(task, work.down, memory)
@@ -83,13 +87,18 @@ def _train(bench: Bench, round: int, work: Work, perceptron: Perceptron | None) 
                 continue
             here = halfway if halfway is not None and number == halfway.phase else None
             per_epoch, last = bench.plan.steps(len(y), 1), number == phases[-1][0]
-            course = Course(work.savepoint, number, count, per_epoch, last, here)
-        before = versions(local=local)
-        local = run_phase(bench, task, round, work.client, local, phase, count, total, perceptron, number, course)
+            course = Course(work.savepoint, number, count, per_epoch, last, here, kept)
+        before, past = versions(local=local), whole.get(KEPT, {}).get(str(number))
+        local, state = run_phase(
+            bench, task, round, work.client, local, phase, count, total, perceptron, number, course, past
+        )
+        if past is not None:
+            kept[str(number)] = tree.to(state, x.device)
         check_unchanged(method, "loss" if method.step is None else "step", before)
     arguments += versions(local=local)
     up, memory = _finish(method, task, work.down, memory, local)
     check_unchanged(method, "finish", arguments)
+    memory = with_kept(memory, whole, kept)
     up, memory, local = results_of(work.part, up, memory, local, method.phases(task)[-1].model if work.watch else "")
     return Done(work.client, up, memory, float(total) / max(1, steps), steps, len(y), local=local)
 
@@ -113,21 +122,24 @@ def run_phase(
     perceptron: Perceptron | None,
     number: int = 0,
     course: Course | None = None,
-) -> Tree:
+    kept: Tree | None = None,
+) -> tuple[Tree, Tree]:
     """Train one phase (`number` among the method's) of one client for so many steps; add every step's loss to `total`.
 
-    With a `course` the phase begins where it was interrupted, and its state is kept from time to time.
+    Return `local` and the optimiser's state after the phase. With a `course` the phase begins where it was interrupted, and its
+    state is kept from time to time. `kept` is the optimiser's state of the client's last round; None: it starts afresh.
     """
-    method = bench.method
+    method, schedule = bench.method, task.recipe.schedule
     done = 0 if course is None else course.done
     if method.step is not None:
         step = Step(method, task, phase.loss or method.loss, phase.model != "params")
+        factors = schedule.factors(steps) if schedule.by_step else []
         for count, batch in enumerate(_batches(bench, round, client, steps, done), start=done + 1):
-            local, loss = step.own(local, batch)
+            local, loss = step.own(local, batch, task.lr * factors[count - 1] if factors else None)
             total += loss
             if course is not None and course.due(count):
                 course.save(count, {"local": local, "total": total})
-        return local
+        return local, {}
     if phase.enter is not None and not done:
         with torch.no_grad():
             local = phase.enter(task, local)
@@ -135,14 +147,15 @@ def run_phase(
     names = [name for name in bench.moving(phase)[0] if name in start]
     if perceptron is not None and perceptron.takes(phase, names):
         x, y = bench.data.train.of(client)
-        orders, kept = _orders(bench, round, client, steps, done), None
+        orders, place, sgd = _orders(bench, round, client, steps, done), None, optimizer_of(phase, task)
+        assert isinstance(sgd, SGD)
         if course is not None:
-            kept = course, {"local": local, "total": total}
-        trained, loss = perceptron.train(start, names, bench.sgd(phase), x, y, orders, bench.plan.batch_size, kept)
+            place = course, {"local": local, "total": total}
+        trained, loss = perceptron.train(start, names, sgd, x, y, orders, bench.plan.batch_size, place)
         total += loss
-        return {**local, phase.model: trained}
+        return {**local, phase.model: trained}, {}
     past = course.halfway.state if course is not None and course.halfway is not None else {}
-    training = PhaseTraining(bench, task, local, phase, done, past)
+    training = PhaseTraining(bench, task, local, phase, done, past, kept, steps)
     drawn = (
         _private_batches(bench, task, round, number, client, steps, done)
         if bench.private(phase)
@@ -152,16 +165,27 @@ def run_phase(
         total += training.step(batch)
         if course is not None and course.due(training.steps):
             course.save(training.steps, {"local": local, "total": total, **training.state_dict()})
-    return {**local, phase.model: training.trained()}
+    return {**local, phase.model: training.trained()}, training.optimizer_state
 
 
 class PhaseTraining:
     """One phase of one client's work by automatic differentiation, step by step."""
 
     def __init__(
-        self, bench: Bench, task: Task, local: Tree, phase: Phase, steps: int = 0, past: Tree | None = None
+        self,
+        bench: Bench,
+        task: Task,
+        local: Tree,
+        phase: Phase,
+        steps: int = 0,
+        past: Tree | None = None,
+        kept: Tree | None = None,
+        length: int = 0,
     ) -> None:
-        """Begin with `local`, or after so many steps with `past`, what `state_dict` returned then."""
+        """Begin with `local`, or after so many steps with `past`, what `state_dict` returned then.
+
+        `kept` is the optimiser's state to begin with, if not afresh; `length` the phase's steps, for a schedule over them.
+        """
         self.task, self.local, self.phase, self.steps = task, local, phase, steps
         net, past = task.net, past or {}
         self._start: Params = local[phase.model]
@@ -177,11 +201,12 @@ class PhaseTraining:
         self._weights = {name: params[name].requires_grad_() for name in self._names}
         self._buffers = {name: params[name] for name in net.buffers if name in params}
         self._fixed = {n: v for n, v in params.items() if n not in self._weights and n not in self._buffers}
-        self._sgd, self._values = bench.sgd(phase), list(self._weights.values())
-        self._momentum = self._sgd.init(self._values)
-        for name, momentum in zip(self._names, self._momentum, strict=False):
-            if past:
-                momentum.copy_(past["momentum"][name])
+        self._optimizer = optimizer_of(phase, task)
+        self.optimizer_state = self._optimizer.init(self._weights) if self._weights else {}
+        for state in (kept, past.get("optimizer")):
+            tree.map(lambda own, value: own.copy_(value), self.optimizer_state if state else {}, state or {})
+        schedule = task.recipe.schedule
+        self._rates = [self._optimizer.lr * f for f in schedule.factors(length)] if schedule.by_step else []
         self._before = tree.clone(params) if phase.after_epoch is not None else params
         for name, value in past.get("before", {}).items():
             self._before[name].copy_(value)
@@ -191,7 +216,9 @@ class PhaseTraining:
     def step(self, batch: Batch) -> Tensor:
         """Make a step; return its loss."""
         grads, loss, _ = self._step.gradient(by_autograd, self._weights, self._buffers, self._fixed, self.local, batch)
-        self._sgd.update(self._values, [grads[name] for name in self._names], self._momentum)
+        if grads:
+            rate = self._rates[self.steps] if self._rates else None
+            self._optimizer.update(self._weights, grads, self.optimizer_state, rate)
         self.steps += 1
         if self.phase.after_epoch is not None and self.steps % self._per_epoch == 0:
             with torch.no_grad():
@@ -204,7 +231,7 @@ class PhaseTraining:
         """Return what the steps so far have changed, for a savepoint; later steps change it in place."""
         return {
             "params": {name: value.detach() for name, value in self._params.items() if name in self._moved},
-            "momentum": dict(zip(self._names, self._momentum, strict=False)),
+            "optimizer": self.optimizer_state,
             "before": self._before if self.phase.after_epoch is not None else {},
         }
 

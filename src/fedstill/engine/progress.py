@@ -6,7 +6,7 @@ has the same bits as one that was never interrupted, since all that a step needs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..core.tree import Tree
@@ -17,8 +17,9 @@ class Halfway:
     """Where local work stands: so many steps of a phase (its place among the method's) are done.
 
     `state` has "local", as the phase began or, for a method with a `step` of its own, as it is; "total", the sum of the
-    losses; and what the phase has changed: "params", "momentum", "before" (`Phase.after_epoch`). In a perceptron's own loop
-    "total" ends with the phase before, and "summed" is this phase's.
+    losses; "kept", the optimiser's state that earlier phases leave for the next round; and what the phase has changed: "params",
+    "optimizer", "before" (`Phase.after_epoch`). In a perceptron's own loop "total" ends with the phase before, and "summed" is
+    this phase's.
     """
 
     phase: int
@@ -49,6 +50,7 @@ class Course:
     per_epoch: int
     last: bool  # whether it is the last phase; its end is not kept, since the reply follows
     halfway: Halfway | None  # where the phase goes on
+    kept: Tree = field(default_factory=dict)  # the optimiser's state that earlier phases leave for the next round
 
     @property
     def done(self) -> int:
@@ -63,4 +65,4 @@ class Course:
 
     def save(self, step: int, state: Tree) -> None:
         """Keep the state after so many steps of the phase."""
-        self.savepoint.save(Halfway(self.phase, step, state))
+        self.savepoint.save(Halfway(self.phase, step, {**state, "kept": self.kept} if self.kept else state))

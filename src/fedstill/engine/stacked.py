@@ -23,10 +23,12 @@ from torch.func import vmap
 from ..core import tree
 from ..core.errors import InputError, Shown
 from ..core.method import Phase
+from ..core.optim import Optimizer
 from ..core.plan import Length, Tables, private_tables, ragged_tables
 from ..core.tree import Params, Tree, put
 from .bench import Bench, Done, Store, TooMany, Work, results_of
 from .hooks import calls
+from .kept import KEPT, of_method, optimizer_of, with_kept
 from .malloc import keep_freed_memory
 from .stackable import Way
 from .step import (
@@ -183,7 +185,8 @@ class Cohort:
         self.drawn = {} if drawn is None else drawn
         self.clients, self.part = [work.client for work in works], works[0].part
         self.watched = Watched.of(dataclasses.replace(bench.task, round=round))
-        self.view = ClientView(bench, dataclasses.replace(bench.task, round=round))
+        self.task = dataclasses.replace(bench.task, round=round)
+        self.view = ClientView(bench, self.task)
         self.phases = bench.part(self.part, round, self.watched)
         train, full_round = bench.data.train, bench.phases(round, self.watched)
         self.by_round = self.watched.asked[0]  # whether the phases depend on the round
@@ -197,6 +200,8 @@ class Cohort:
             self.memory = store.gather(self.clients, per_sample, self.rows)
         else:
             self.memory = tree.stack([tree.fit_rows(work.memory, per_sample, self.rows) for work in works])
+        self.whole, self.kept = self.memory, dict[str, Tree]()  # with the optimiser's state; what phases leave of it
+        self.memory = of_method(self.memory)
         self.arguments = versions(down=self.down, memory=self.memory)  # to see whether a hook changes it
         self.site: Tree = {  # what differs between clients; the samples themselves lie in one shared array
             "index": train.rows(self.clients, self.rows),
@@ -248,6 +253,7 @@ class Cohort:
         with torch.no_grad():
             up, memory = over_clients(self._finish, self.site, self.down, self.memory, local)
         check_unchanged(self.bench.method, "finish", arguments)
+        memory = with_kept(memory, self.whole, self.kept)
         trained = self.bench.method.phases(self.watched)[-1].model if self.works[0].watch else ""
         self.up, self.memory_after, self.local = results_of(self.part, up, memory, local, trained)
 
@@ -278,10 +284,13 @@ class Cohort:
         return [tree.fit_rows(entry, per_sample, n) for entry, n in zip(entries, self.sizes, strict=True)]
 
     # ---- phases ------------------------------------------------------------------------------------------------------
-    def state(self, phase: Phase, local: Tree) -> Tree:
-        """Return the rows that a step works on (see `StackStep`), as a phase finds them: views of `local`, not copies."""
+    def state(self, number: int, phase: Phase, local: Tree) -> Tree:
+        """Return the rows that a step works on (see `StackStep`), as a phase finds them: views of `local`, not copies.
+
+        The optimiser's state is what the clients kept of it; where it starts afresh, only its shapes are to be used.
+        """
         rows: Tree = {"site": self.site, "total": self.total, "local": local}
-        lr = self.site.get("fields", {}).get("lr") if phase.lr is None else None
+        lr = self.own_rates(phase)
         if lr is not None:
             rows["lr"] = lr
         if self.bench.method.step is not None:
@@ -291,8 +300,42 @@ class Cohort:
         rows["weights"] = {n: start[n] for n in names}
         rows["buffers"] = {n: start[n] for n in self.bench.net.buffers if n in start}
         rows["fixed"] = {n: v for n, v in start.items() if n not in rows["weights"] and n not in rows["buffers"]}
-        rows["momentum"] = dict(rows["weights"]) if self.bench.sgd(phase).momentum else {}
+        slots = self.optimizer(phase).slots(rows["weights"]) if names else {}
+        rows["optimizer"] = self.past(number) if self.keeps(number) else slots
         return rows
+
+    def optimizer(self, phase: Phase) -> Optimizer:
+        """Return the optimiser of a phase, with this round's learning rate."""
+        return optimizer_of(phase, self.task)
+
+    def keeps(self, number: int) -> bool:
+        """Return whether the clients keep the optimiser's state of a phase."""
+        return str(number) in self.whole.get(KEPT, {})
+
+    def past(self, number: int) -> Tree:
+        """Return the state of a phase's optimiser that the clients have kept."""
+        return self.whole[KEPT][str(number)]  # type: ignore[no-any-return]
+
+    def own_rates(self, phase: Phase) -> Tensor | None:
+        """Return each client's learning rate of this round where clients differ in it, or a method's own step must be told it."""
+        lr: Tensor | None = self.site.get("fields", {}).get("lr") if phase.lr is None else None
+        if lr is not None:
+            return lr * self.task.factor
+        if self.bench.method.step is not None and self.task.recipe.schedule.moves:
+            return torch.full((len(self.works),), self.task.rate, dtype=self.dtype, device=self.device)
+        return None
+
+    def rates(self, phase: Phase, length: Length) -> dict[str, Tensor]:
+        """Return the learning rates of a phase, [steps, clients], where a schedule changes them from step to step."""
+        schedule, lengths = self.task.recipe.schedule, self.lengths(length)
+        if not schedule.by_step:
+            return {}
+        table = torch.zeros(max(lengths), len(lengths), dtype=torch.float64)
+        for client, count in enumerate(lengths):
+            table[:count, client] = torch.tensor(schedule.factors(count), dtype=torch.float64)
+        lr = self.own_rates(phase)
+        base = self.optimizer(phase).lr if lr is None else lr.double()
+        return {"lr": (put(table, self.device) * base).to(self.dtype)}
 
     def moving(self, phase: Phase, local: Tree) -> tuple[str, ...]:
         """Return the names of the parameters that move."""
@@ -310,12 +353,12 @@ class Cohort:
 
     def run(self, number: int, phase: Phase, length: Length, local: Tree) -> Tree:
         """Train a phase step by step."""
-        names, rows, before_it = self.moving(phase, local), self.state(phase, local), versions(local=local)
+        names, rows, before_it = self.moving(phase, local), self.state(number, phase, local), versions(local=local)
         step = StackStep(
-            self.view, number, names, self.bench.sgd(phase), shared_loss(self.bench, phase), phase.model != "params"
+            self.view, number, names, self.optimizer(phase), shared_loss(self.bench, phase), phase.model != "params"
         )
         rows |= {name: tree.clone(rows[name]) for name in ("weights", "buffers") if name in rows}
-        rows["momentum"] = tree.zeros(rows.get("momentum", {}))
+        rows["optimizer"] = (tree.clone if self.keeps(number) else tree.zeros)(rows.get("optimizer", {}))
         if self.bench.method.step is not None:
             rows["local"] = tree.clone(local)
         smooths = phase.after_epoch is not None and self.bench.method.step is None
@@ -333,6 +376,8 @@ class Cohort:
                     number, ended, tree.map(head, before), {**now["weights"], **now["buffers"]}, now["fixed"]
                 )
         check_unchanged(self.bench.method, "loss" if self.bench.method.step is None else "step", before_it)
+        if self.keeps(number):
+            self.kept[str(number)] = rows["optimizer"]
         return self.trained(phase, local, rows)
 
     @calls("after_epoch")
@@ -364,9 +409,9 @@ class Cohort:
         loss = phase.loss or self.bench.method.loss
         names = tuple(self.bench.moving(phase)[0])
         shapes = tuple((name, leaf.shape[1:], leaf.dtype) for name, leaf in tree.leaves(local))
-        sgd = dataclasses.replace(self.bench.sgd(phase), lr=0.0)
+        optimizer = dataclasses.replace(self.optimizer(phase), lr=0.0)
         kind = getattr(loss, "__qualname__", repr(loss)), phase.model, phase.after_epoch is not None
-        return *kind, names, length, sgd, shapes, self.rows
+        return *kind, names, length, optimizer, KEPT in self.whole, shapes, self.rows
 
     # ---- batches -----------------------------------------------------------------------------------------------------
     def lengths(self, length: Length) -> list[int]:
@@ -417,11 +462,12 @@ class Cohort:
         """Yield for each step how many clients still train, and their batches, padded to one width."""
         width = min(self.bench.plan.batch_size, max(self.sizes))
         tables = self._private_tables(number, length) if self.bench.private(phase) else self.tables(length, width)
-        full = tables["mask"].all(2).cpu().numpy()
+        full, rates = tables["mask"].all(2).cpu().numpy(), self.rates(phase, length)
         for s, active in enumerate(each_step(self.lengths(length))):
             rows = tables["rows"][s, :active]
             batch = {"x": self.x[rows], "y": self.y[rows]}
             batch.update({name: tables[name][s, :active] for name in ("index", "key")})
+            batch.update({name: table[s, :active] for name, table in rates.items()})
             if not full[s, :active].all():
                 batch["mask"] = tables["mask"][s, :active]
             yield active, batch

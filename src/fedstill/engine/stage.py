@@ -135,12 +135,14 @@ class Stage:
         self.masked = any(n % self.width for n in sizes)
         self.longest = bench.plan.steps(max(sizes), length)
         names, loss = cohort.moving(phase, local), shared_loss(bench, phase)
-        step = StackStep(ClientView(bench, cohort.watched), number, names, bench.sgd(phase), loss)
+        self.number, self.keeps, self.by_step = number, cohort.keeps(number), bench.task.recipe.schedule.by_step
+        view, optimizer = ClientView(bench, cohort.watched), cohort.optimizer(phase)
+        step = StackStep(view, number, names, optimizer, loss, keeps=self.keeps)
         self.definition = Definition(step, cohort.x)
         self.source = {"x": cohort.x.tensors(), "y": cohort.y}
         self.programs: dict[int, Program] = {}
         self.counter = torch.zeros(1, dtype=torch.int64, device=cohort.device)
-        start = _start(cohort, phase, local)
+        start = _start(cohort, number, phase, local)
         self.unused: frozenset[str] = frozenset()
         self._look(programs, cohort, start)
         self.memory = self._room(start, self.size)
@@ -161,6 +163,8 @@ class Stage:
         room = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in ("rows", "index")}
         room["key"] = torch.zeros(shape[:2], dtype=torch.int64, device=device)
         room["live"] = torch.zeros(shape[:2], dtype=torch.bool, device=device)
+        if self.by_step:
+            room["lr"] = torch.zeros(shape[:2], dtype=cohort.dtype, device=device)
         if self.masked:
             room["mask"] = torch.ones(shape, dtype=cohort.dtype, device=device)
         return room
@@ -194,8 +198,8 @@ class Stage:
 
     def run(self, programs: Programs, cohort: Cohort, phase: Phase, length: Length, local: Tree) -> Tree:
         """Train the phase for a cohort: load, replay, and read the result."""
-        start, method, n = _start(cohort, phase, local), cohort.bench.method, len(cohort.works)
-        lengths = self._load_tables(cohort, length)
+        start, method, n = _start(cohort, self.number, phase, local), cohort.bench.method, len(cohort.works)
+        lengths = self._load_tables(cohort, phase, length)
         self._load(start, n)
         sizes = program.levels(self.size)
         for size in sorted({program.fitting(sizes, active) for active in each_step(lengths)}):
@@ -229,17 +233,19 @@ class Stage:
         def take(leaf: Tensor) -> Tensor:
             return leaf[:n].clone(memory_format=torch.contiguous_format)
 
+        if self.keeps:
+            cohort.kept[str(self.number)] = tree.map(take, memory["optimizer"])
         names = ("local",) if method.step is not None else ("weights", "buffers")
         return cohort.trained(phase, local, {name: tree.map(take, memory[name]) for name in names})
 
-    def _load_tables(self, cohort: Cohort, length: Length) -> list[int]:
+    def _load_tables(self, cohort: Cohort, phase: Phase, length: Length) -> list[int]:
         """Load the round's batches; rows without a client, or past its last step, are not live and get samples all the same."""
         drawn, lengths = dict(cohort.tables(length, self.width)), cohort.lengths(length)
         steps, n = drawn["key"].shape
         live = torch.arange(steps, device=cohort.device)[:, None] < put(lengths, cohort.device)
         drawn["mask"] = torch.where(live.unsqueeze(2), drawn["mask"], 1)
         self.tables["live"].zero_()
-        for name, table in {**drawn, "live": live}.items():
+        for name, table in {**drawn, "live": live, **cohort.rates(phase, length)}.items():
             if name in self.tables:
                 self.tables[name][:steps, :n].copy_(table)
         return lengths
@@ -247,7 +253,7 @@ class Stage:
     def _load(self, start: Tree, n: int) -> None:
         room = tree.flatten(self.memory)
         for name, leaf in tree.leaves(start):
-            if name.startswith(f"momentum{tree.SEPARATOR}"):
+            if name.startswith(f"optimizer{tree.SEPARATOR}") and not self.keeps:
                 room[name].zero_()
             elif name not in self.unused:
                 room[name][:n].copy_(leaf)
@@ -257,7 +263,7 @@ class Stage:
         self.programs[size] = programs.make(self.definition, rows, tables, self.source, self.counter)
 
 
-def _start(cohort: Cohort, phase: Phase, local: Tree) -> Tree:
+def _start(cohort: Cohort, number: int, phase: Phase, local: Tree) -> Tree:
     """Return what the step works on, as the phase finds it."""
-    lr = torch.full((len(cohort.works),), cohort.bench.sgd(phase).lr, dtype=cohort.dtype, device=cohort.device)
-    return {"lr": lr, **cohort.state(phase, local)}
+    lr = torch.full((len(cohort.works),), cohort.optimizer(phase).lr, dtype=cohort.dtype, device=cohort.device)
+    return {"lr": lr, **cohort.state(number, phase, local)}

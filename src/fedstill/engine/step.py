@@ -1,4 +1,4 @@
-"""One SGD step of a client's phase: objective → gradient → the method's correction → SGD.
+"""One step of a client's phase: augmentation → objective → gradient → the method's correction → clipping → the optimiser.
 
 Every engine runs this definition. `one` differentiates by `autograd.grad`, which is fastest for a single client; `StackStep`
 runs it for a stack by `vmap` over `torch.func.grad`, step by step (`cohort`) or traced (`program`). Only a perceptron's loop
@@ -21,7 +21,7 @@ from ..core import tree
 from ..core.batch import Batch
 from ..core.errors import InputError, TrainingError
 from ..core.method import Loss, Method, Phase
-from ..core.optim import SGD
+from ..core.optim import Optimizer, clipped
 from ..core.task import SampleNoise, Site, Task
 from ..core.tree import Params, Tree
 from . import private
@@ -44,10 +44,11 @@ class Step:
     def gradient(
         self, differentiate: Differentiate, weights: Params, buffers: Params, fixed: Params, local: Tree, batch: Batch
     ) -> tuple[Params, Tensor, Params]:
-        """Return the gradient that SGD takes, the loss, and the buffers as the pass leaves them.
+        """Return the gradient that the optimiser takes, the loss, and the buffers as the pass leaves them.
 
         Without weights everything is frozen: there is no gradient, and only BatchNorm's statistics move.
         """
+        batch = self.task.augmented(batch)
 
         def objective(weights: Params, buffers: Params) -> tuple[Tensor, Params]:
             params = {**fixed, **weights, **buffers}
@@ -59,7 +60,7 @@ class Step:
             grads, (loss, buffers) = differentiate(objective, weights, buffers)
         if weights and type(self.method).correct is not Method.correct:
             grads = self.corrected(local, grads)
-        return grads, loss.detach(), buffers
+        return clipped(grads, self.task.recipe.clip), loss.detach(), buffers
 
     @calls("loss")
     def private(
@@ -79,12 +80,16 @@ class Step:
         return {name: corrected[name] for name in grads}
 
     @calls("step")
-    def own(self, local: Tree, batch: Batch) -> tuple[Tree, Tensor]:
-        """Take the whole step of a method that brings its own: return the new `local` and the loss."""
+    def own(self, local: Tree, batch: Batch, rate: Any = None) -> tuple[Tree, Tensor]:
+        """Take the whole step of a method that brings its own: return the new `local` and the loss.
+
+        `rate` is the step's learning rate; None: that of the task.
+        """
         assert self.method.step is not None
         if self.task.private is not None:
             raise RuntimeError(f"{type(self.method).__name__}.step() has no DP-SGD")
-        local, loss = self.method.step(self.task, local, batch)
+        task = self.task if rate is None else with_values(self.task, now=rate)
+        local, loss = self.method.step(task, local, task.augmented(batch))
         return local, loss.detach()
 
 
@@ -144,6 +149,11 @@ class Watched(Task):
         return object.__getattribute__(self, name)
 
 
+def with_values(task: Task, **changes: Any) -> Task:
+    """Return a task with other values; one that is watched stays so."""
+    return task.at(**changes) if isinstance(task, Watched) else dataclasses.replace(task, **changes)
+
+
 @dataclass(frozen=True, eq=False)
 class ClientView:
     """The method and the task as one client of a stack has them, inside `vmap`. `site` is that client's slice of the stack."""
@@ -161,7 +171,7 @@ class ClientView:
             "site": Site(x, y, site["index"], site["samples"], site["steps"], site["last"]),
             **{name: value for name, value in site.get("fields", {}).items() if name == "lr"},
         }
-        return self.task.at(**changes) if isinstance(self.task, Watched) else dataclasses.replace(self.task, **changes)
+        return with_values(self.task, **changes)
 
     def phase(self, site: Tree, x: Any, y: Tensor, number: int) -> Phase:
         """Return one of the phases."""
@@ -172,22 +182,26 @@ class ClientView:
 class StackStep:
     """The step of one phase for a stack of clients, in place on their rows.
 
-    `rows` is a tree with a leading axis for clients: "weights", "buffers", "fixed" and "momentum" of the model that trains,
-    "local", "site", "total" (the sum of the losses) and, where clients differ in it, "lr".
+    `rows` is a tree with a leading axis for clients: "weights", "buffers" and "fixed" of the model that trains, "optimizer" (its
+    optimiser's state), "local", "site", "total" (the sum of the losses) and, where clients differ in it, "lr". A batch has "lr"
+    where it changes from step to step.
     """
 
     view: ClientView
     number: int  # which of the method's phases
     names: tuple[str, ...]  # the parameters that move
-    sgd: SGD
+    optimizer: Optimizer
     loss: Loss | None = (
         None  # None: clients differ in the method's fields, and each asks its own method for the phase's loss
     )
     stays: bool = False  # whether the phase trains a model that stays at the client
+    keeps: bool = False  # whether the optimiser's state outlives the phase
 
     def __call__(self, rows: Tree, batch: Tree, x: Any, y: Tensor, live: Tensor | None = None) -> None:
         """Take one step of all rows on their batches; rows that are not `live` keep their values."""
         site, method = rows["site"], self.view.bench.method
+        lr = batch.get("lr", rows.get("lr"))
+        batch = {name: value for name, value in batch.items() if name != "lr"}
 
         def step(site: Tree) -> Step:
             own, task = self.view.method(site), self.view.at(site, x, y)
@@ -196,22 +210,23 @@ class StackStep:
                 loss = own.phases(task)[self.number].loss
             return Step(own, task, loss or own.loss, self.stays)
 
-        def own_step(site: Tree, local: Tree, b: Tree) -> tuple[Tree, Tensor]:
-            return step(site).own(local, Batch(**b))
+        def own_step(site: Tree, local: Tree, b: Tree, now: Tree) -> tuple[Tree, Tensor]:
+            return step(site).own(local, Batch(**b), now.get("lr"))
 
         def gradient(weights: Params, buffers: Params, fixed: Params, local: Tree, site: Tree, b: Tree) -> Any:
             return step(site).gradient(by_func, weights, buffers, fixed, local, Batch(**b))
 
         if method.step is not None:
-            new, loss = over_clients(own_step, site, rows["local"], batch)
+            now = {"lr": lr} if lr is not None and self.view.task.recipe.schedule.moves else {}
+            new, loss = over_clients(own_step, site, rows["local"], batch, now)
             _assign(rows["local"], new, live)
         else:
             weights, buffers = rows["weights"], rows["buffers"]
             state = rows["fixed"], rows["local"], site, batch
             grads, loss, moved = over_clients(gradient, weights, buffers, *state)
-            momentum = [rows["momentum"][name] for name in self.names] if rows["momentum"] else []
-            slopes = [grads[name] for name in self.names]
-            self.sgd.update([weights[name] for name in self.names], slopes, momentum, rows.get("lr"), live)
+            moving = {name: weights[name] for name in self.names}
+            if moving:
+                self.optimizer.update(moving, grads, rows["optimizer"], lr, live, self.keeps)
             _assign(buffers, moved, live)
         rows["total"].add_(loss if live is None else torch.where(live, loss, torch.zeros_like(loss)))
 

@@ -9,8 +9,8 @@ Deng, Kamani and Mahdavi, "Adaptive Personalized Federated Learning", 2020. Algo
 Choices: (1) All three right-hand sides are taken at the values before the step, as printed, and on one batch; the
 authors' code moves w_k first. (2) α_k takes its step once a round, with the first batch, and is cut to [0, 1], as in
 the authors' code; that code also adds 0.02·α_k to its gradient, which we do not. (3) α_k = 0.5 at first, as in the
-authors' code; adaptive=False keeps it. (4) w_k and v_k have momentum of their own, as the experiment says, α_k has
-none. (5) The mixture's BatchNorm statistics belong to v_k; they are measured, not mixed. (6) v_k starts at w⁰. The
+authors' code; adaptive=False keeps it. (4) w_k and v_k have optimisers of their own, as the experiment says (each with its
+own clipping); α_k always takes a plain step of the learning rate. (5) The mixture's BatchNorm statistics belong to v_k; they are measured, not mixed. (6) v_k starts at w⁰. The
 personal model mixes v_k with the current global model; a client that never took part is scored with the global model
 alone. (7) The server's mean is uniform, as in Algorithm 1.
 """
@@ -49,28 +49,28 @@ class APFL(FedAvg, mean="uniform"):
 
     def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
         """w_k ← w; v_k and α_k as they were."""
-        at_rest = tree.zeros(task.trainable(down["params"])) if task.momentum else {}
+        at_rest = task.at_rest(task.trainable(down["params"]))
         return {
             "params": down["params"],
             "v": memory["v"],
             "alpha": memory["alpha"],
             "first": torch.ones_like(memory["alpha"]),
-            "momentum": {"params": at_rest, "v": at_rest},
+            "optimizer": {"params": at_rest, "v": at_rest},
         }
 
     def step(self, task: Task, local: Tree, batch: Batch) -> tuple[Tree, Tensor]:
         """Make one step of w_k, v_k and, in the round's first, α_k."""
-        w, v, alpha, momentum = local["params"], local["v"], local["alpha"], local["momentum"]
+        w, v, alpha, past = local["params"], local["v"], local["alpha"], local["optimizer"]
         at_w, loss, buffers_w = task.gradient(lambda p, b: self.fit(task, p, b), w, batch)
         at_mixed, _, buffers_v = task.gradient(lambda p, b: self.fit(task, p, b), self.mixed(task, alpha, v, w), batch)
-        new_w, momentum_w = task.descend(task.trainable(w), at_w, momentum["params"])
-        new_v, momentum_v = task.descend(task.trainable(v), tree.map(lambda g: alpha * g, at_mixed), momentum["v"])
+        new_w, past_w = task.descend(task.trainable(w), at_w, past["params"])
+        new_v, past_v = task.descend(task.trainable(v), tree.map(lambda g: alpha * g, at_mixed), past["v"])
         return {
             "params": {**w, **new_w, **buffers_w},
             "v": {**v, **new_v, **buffers_v},
             "alpha": self.next_alpha(task, local, at_mixed),
             "first": torch.zeros_like(alpha),
-            "momentum": {"params": momentum_w, "v": momentum_v},
+            "optimizer": {"params": past_w, "v": past_v},
         }, loss
 
     def next_alpha(self, task: Task, local: Tree, at_mixed: Params) -> Tensor:
@@ -80,7 +80,7 @@ class APFL(FedAvg, mean="uniform"):
             return alpha
         difference = tree.sub(task.trainable(local["v"]), task.trainable(local["params"]))
         slope = tree.total(tree.map(torch.mul, difference, at_mixed))
-        return torch.where(local["first"] > 0, (alpha - task.lr * slope).clamp(0, 1), alpha)
+        return torch.where(local["first"] > 0, (alpha - task.rate * slope).clamp(0, 1), alpha)
 
     def mixed(self, task: Task, alpha: Tensor, v: Params, w: Params) -> Params:
         """v̄_k, with the statistics of v_k."""

@@ -9,7 +9,7 @@ Wang et al., "Personalized Federated Learning via Backbone Self-Distillation", A
 Choices: (1) Eq. 6 as printed, −Σ P_s log(P_s/P_t), is negative; we take KL(P_t ‖ P_s), teacher first. (2) Where the
 student's backbone starts: §3.2 replaces it by the received one (start="global"), Algorithm 1 reads as the client's own
 previous one (start="local"; first time: w_g). (3) The teacher's features are taken in evaluation mode without gradient,
-once a round. (4) BatchNorm layers are private where the model has them, statistics included (as FedBN); the teacher is
+once a round, or on each batch where that is augmented. (4) BatchNorm layers are private where the model has them, statistics included (as FedBN); the teacher is
 the received backbone with the client's own BatchNorm. (5) The personal model is the client's own trained backbone and
 head; a client that never took part has the current backbone under its initial head. Nobody trains a head for everybody,
 so there is no generic score.
@@ -67,7 +67,7 @@ class FedBSD(FedAvg, mean="uniform"):
         """The received backbone under the client's head; its features on all local data; where the student starts."""
         received = {**memory["own"], **down["params"]}
         own = received if self.start == "global" else tree.where(task.seen, memory["own"], received)
-        return {"params": received, "teacher": task.local_features(received), "student": task.body(own)}
+        return {"params": received, "teacher": task.teach(received, features=True), "student": task.body(own)}
 
     def phases(self, task: Task) -> tuple[Phase, ...]:
         """The head over the received backbone, then the backbone."""
@@ -80,7 +80,7 @@ class FedBSD(FedAvg, mean="uniform"):
     def distil(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
         """CE + λ·KL(softmax(f_g/τ) ‖ softmax(f_b/τ))."""
         logits, features = task.features(params, batch)
-        penalty = terms.kl(local["teacher"][batch.index], features, self.tau, batch)
+        penalty = terms.kl(task.taught(local["teacher"], batch, features=True), features, self.tau, batch)
         return terms.cross_entropy(logits, batch) + self.lam * penalty
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:

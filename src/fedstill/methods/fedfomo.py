@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.batch import Batch
+from ..core.errors import InputError, Shown
 from ..core.method import Upload
 from ..core.settings import setting
 from ..core.task import Task
@@ -53,6 +54,13 @@ class FedFomo(FedAvg, mean="uniform"):
     decay: float = setting(0.05, "by how much ε falls every round", least=0)
     val: float = setting(0.2, "share of a client's training samples that only measure; 0: all do", least=0, most=0.5)
     weights: Literal["first-order", "equal"] = setting("first-order", "how a client weighs the models")
+
+    def check(self, task: Task) -> None:
+        """Refuse mixup of samples that only measure into those that are trained on."""
+        super().check(task)
+        if self.val and task.augment is not None and task.augment.mixup:
+            right = "without mixup, or val 0: it would train on the samples that only measure"
+            raise InputError("augment", Shown("mixup"), right)
 
     def init_server(self, task: Task, params: Params) -> Tree:
         """Return the clients' models and their affinities; `params` is the participants' mean."""

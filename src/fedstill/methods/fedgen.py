@@ -93,7 +93,7 @@ class FedGen(FedAvg):
             return loss
         features, y = self.generate(task, local["generator"], local["labels"], batch.key, len(batch.y))[:2]
         copies = {name: value.clone() for name, value in params.items() if name in task.net.buffers}
-        drawn = dataclasses.replace(batch, y=y)
+        drawn = dataclasses.replace(batch, y=y, other=None, share=None)
         taught = terms.cross_entropy(task.head_logits(task.head({**params, **copies}), features, drawn), drawn)
         known: Tensor = local["labels"].sum() > 0
         return loss + self.alpha * known * taught

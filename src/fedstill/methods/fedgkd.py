@@ -5,7 +5,7 @@
 
 Yao et al., "FedGKD: Toward Heterogeneous Federated Learning via Global Knowledge Distillation", 2021 (IEEE TC 2024).
 
-Choices: (1) The teacher runs in evaluation mode without gradient, once over the client's data; temperature 1. (2) The last M
+Choices: (1) The teacher runs in evaluation mode without gradient, once over the client's data (augmented: on each batch); temperature 1. (2) The last M
 global models are those that rounds have made, the current one included: fewer than M in the beginning, w⁰ never. In round 1
 there is no teacher, as in the authors' code. (3) γ = 0.2 and M = 5, as for the paper's images; γ/2 is their code's
 coefficient 0.1. (4) The server keeps the past models and sends w and w̄_t; with M = 1 they are the same, and w is all that
@@ -58,14 +58,14 @@ class FedGKD(FedAvg):
         if task.round == 1:
             return {"params": down["params"]}
         teacher: Params = down["teacher"] if "teacher" in down else down["params"]
-        return {"params": down["params"], "teacher": task.local_logits(teacher)}
+        return {"params": down["params"], "teacher": task.teach(teacher)}
 
     def loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
         """CE(w) + γ/2·KL(q(w̄_t) ‖ q(w))."""
         if "teacher" not in local:
             return self.fit(task, params, batch)
         logits = task.logits(params, batch)
-        penalty = terms.kl(local["teacher"][batch.index], logits, 1.0, batch)
+        penalty = terms.kl(task.taught(local["teacher"], batch), logits, 1.0, batch)
         return terms.cross_entropy(logits, batch) + self.gamma / 2 * penalty
 
     def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..core import terms, tree
 from ..core.batch import Batch
+from ..core.errors import InputError, Shown
 from ..core.method import Phase, Upload
 from ..core.settings import setting
 from ..core.simplex import simplex_minimum
@@ -51,6 +52,13 @@ class FedPAC(FedAvg):
     head_epochs: int = setting(1, "E_h, epochs of the head phase", least=0)
     body_epochs: int = setting(5, "E_b, epochs of the body phase", least=0)
     head_lr: float = setting(0.0, "learning rate of the head phase; 0: as lr", least=0)
+
+    def check(self, task: Task) -> None:
+        """Refuse mixup: a mixed sample has no class whose centroid could draw its features."""
+        super().check(task)
+        if self.lam and task.augment is not None and task.augment.mixup:
+            right = "without mixup, or lam 0: a mixed sample belongs to no one class centroid"
+            raise InputError("augment", Shown("mixup"), right)
 
     def init_server(self, task: Task, params: Params) -> Tree:
         """φ, the centroids and which of them are known, and the combined heads."""

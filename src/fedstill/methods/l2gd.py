@@ -16,7 +16,8 @@ experiment's epochs count only where p = 0, which is Local: nobody ever aggregat
 also those that sit a round out: participants upload how far their x_k moved. (4) θ above 1 would overshoot the mean and
 is refused. (5) λ and p are tuned by data set in the paper; ours are 1 and 0.2, five epochs a round on average. (6)
 BatchNorm's running statistics are drawn together like weights; its count of batches is the client's own. (7) The
-generic model is x̄; a client that never took part is scored with it.
+generic model is x̄; a client that never took part is scored with it. (8) The local iterations take any optimiser; θ is
+always of the learning rate η, that of the round where a schedule changes it.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ class L2GD(Method):
     def check(self, task: Task) -> None:
         """Refuse a θ that overshoots the mean."""
         super().check(task)
-        if self.pull(task) > 1:
+        if self.pull(task, task.lr) > 1:
             most = self.p / (task.lr * (1 - self.p))
             raise InputError("lam", self.lam, f"at most {most:g} with p {self.p:g} and lr {task.lr:g}")
 
-    def pull(self, task: Task) -> float:
-        """Return θ; 0 where nobody ever aggregates."""
-        return task.lr * self.lam * (1 - self.p) / self.p if self.p else 0.0
+    def pull(self, task: Task, rate: float) -> float:
+        """Return θ at a learning rate η; 0 where nobody ever aggregates."""
+        return rate * self.lam * (1 - self.p) / self.p if self.p else 0.0
 
     def iterations(self, task: Task) -> tuple[int, int]:
         """Return J and A of this round, the same for every client."""
@@ -90,7 +91,7 @@ class L2GD(Method):
         """A aggregations: x_k ← x̄ + (1−θ)^A·(x_k − x̄)."""
         if not self.p:
             return {"params": memory["params"]}
-        share = (1 - self.pull(task)) ** self.iterations(task)[1]
+        share = (1 - self.pull(task, task.rate)) ** self.iterations(task)[1]
 
         def draw(x: Tensor, mean: Tensor) -> Tensor:
             return mean + share * (x - mean) if x.is_floating_point() else x

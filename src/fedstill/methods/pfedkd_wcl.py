@@ -10,7 +10,7 @@ Choices: (1) The server's gradient needs data that it must not see: each client 
 training and uploads that gradient, which has the size of a model (server="distill"). server="average" takes the mean of
 the θ̂_i instead. (2) T² stands in Eq. 2 and not in Eq. 3, and so here; the server's KL is softened by T too, without T².
 T = 1 by default. (3) Algorithm 1 counts local steps, §3.2 says 20 local epochs: epochs. (4) Teachers run in evaluation
-mode without gradient, once over the client's data. (5) In "distill" the global model's BatchNorm statistics are the mean
+mode without gradient, once over the client's data; w teaches each batch where that is augmented. (5) In "distill" the global model's BatchNorm statistics are the mean
 of the clients'; its parameters move by the gradient alone. (6) A client that never took part is scored with the current
 global model.
 """
@@ -51,12 +51,12 @@ class PFedKDWCL(FedAvg, mean="uniform"):
 
     def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
         """θ_i as it was; the global model's predictions on all local data."""
-        return {"params": memory["theta"], "teacher": task.local_logits(down["params"])}
+        return {"params": memory["theta"], "teacher": task.teach(down["params"])}
 
     def loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
         """(1−α)·CE + α·T²·KL(p_w ‖ p_θ)."""
         logits = task.logits(params, batch)
-        taught = self.tau**2 * terms.kl(local["teacher"][batch.index], logits, self.tau, batch)
+        taught = self.tau**2 * terms.kl(task.taught(local["teacher"], batch), logits, self.tau, batch)
         return (1 - self.alpha) * terms.cross_entropy(logits, batch) + self.alpha * taught
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
@@ -78,7 +78,7 @@ class PFedKDWCL(FedAvg, mean="uniform"):
         if self.server == "average":
             return server
         gradient = task.average([u.tree["gradient"] for u in uploads], self.shares(uploads))
-        moved = tree.add(task.trainable(server["params"]), gradient, -(self.server_lr or task.lr))
+        moved = tree.add(task.trainable(server["params"]), gradient, -(self.server_lr or task.rate))
         return {"params": {**server["params"], **moved}}
 
     def personal(self, task: Task, down: Tree, memory: Tree) -> Params:

@@ -11,7 +11,9 @@ A batch costs K gradients: K times the work of FedAvg.
 Choices: (1) The paper makes R steps a round, on a fresh batch each; here as many as the experiment's epochs have batches. (2) θ
 starts from w_k for each batch; the authors' code goes on from the last batch's θ, which λ soon forgets. (3) λ = 15, K = 5, η_p
 = 0.09 and β = 1, as in the authors' code for MNIST; η is the experiment's lr, and η·λ should stay below 1; η_p·λ above 2 would
-diverge and is refused. (4) Neither loop has momentum, whatever the experiment says; its weight decay acts on θ. (5) The
+diverge and is refused. (4) Neither loop has momentum, whatever the experiment says; its weight decay acts on θ. With another
+optimiser than SGD, or clipping, w_k takes that optimiser's step by the envelope's gradient λ·(w_k − θ), without decay; the inner
+steps stay plain. (5) The
 server's mean is uniform, as printed; the authors' code weighs by samples. (6) The client keeps the θ of its last batch: that is
 the personal model. One that never took part is scored with w. (7) BatchNorm's statistics move with θ's K passes; w_k has the
 same ones, and the server takes their plain mean. (8) In the paper all clients train and S of them are averaged; here only the
@@ -64,7 +66,8 @@ class PFedMe(FedAvg, mean="uniform"):
 
     def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
         """w_k ← w_t, and θ with it."""
-        return {"params": down["params"], "theta": down["params"]}
+        w = down["params"]
+        return {"params": w, "theta": w, "optimizer": task.at_rest(task.trainable(w), momentum=0.0)}
 
     def phases(self, task: Task) -> tuple[Phase, ...]:
         """The experiment's epochs, without momentum."""
@@ -85,9 +88,17 @@ class PFedMe(FedAvg, mean="uniform"):
             first = loss if first is None else first
             theta = {n: t - self.personal_lr * self._pull(task, grads[n], t, w[n]) for n, t in theta.items()}
         assert first is not None
-        moved = {name: w[name] - task.lr * self.lam * (w[name] - theta[name]) for name in w}
+        moved, past = self._outer(task, w, theta, local["optimizer"])
         models = {"params": {**moved, **rest}, "theta": {**theta, **rest}}
-        return {model: {name: state[name] for name in local[model]} for model, state in models.items()}, first
+        ordered = {model: {name: state[name] for name in local[model]} for model, state in models.items()}
+        return {**ordered, "optimizer": past}, first
+
+    def _outer(self, task: Task, w: Params, theta: Params, past: Tree) -> tuple[Params, Tree]:
+        """w_k ← w_k − η·λ·(w_k − θ), or another optimiser's step by λ·(w_k − θ)."""
+        if task.recipe.optimizer == "sgd" and not task.recipe.clip:
+            return {name: w[name] - task.rate * self.lam * (w[name] - theta[name]) for name in w}, past
+        slope = {name: self.lam * (w[name] - theta[name]) for name in w}
+        return task.descend(w, slope, past, momentum=0.0, weight_decay=0.0)
 
     def _pull(self, task: Task, grad: Tensor, theta: Tensor, w: Tensor) -> Tensor:
         """∇f_B(θ) + λ·(θ − w), with weight decay."""

@@ -66,7 +66,7 @@ class SelfDistillation(FedAvg, mean="uniform"):
     def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
         """w ← w_t; what v_k predicts on all local data; λ, which is 0 while there is no v_k."""
         lam = self.lam * task.seen.to(task.net.dtype)
-        return {"params": down["params"], "lam": lam, "teacher": task.local_logits(memory["v"])}
+        return {"params": down["params"], "lam": lam, "teacher": task.teach(memory["v"])}
 
     def loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
         """CE(w) + λ·R(v_k, w)."""
@@ -81,7 +81,7 @@ class SelfDistillation(FedAvg, mean="uniform"):
 
     def taught(self, task: Task, local: Tree, batch: Batch) -> Tensor:
         """Return v_k's logits for the batch."""
-        return local["teacher"][batch.index]  # type: ignore[no-any-return]
+        return task.taught(local["teacher"], batch)
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
         """w_k goes up; v_k ← w_k."""
@@ -139,6 +139,9 @@ class PFedSD(SelfDistillation):
         super().check(task)
         if self.clusters > task.clients:
             raise InputError("clusters", self.clusters, f"at most {task.clients}, the number of clients")
+        if task.augment is not None and self.teacher == "predictions":
+            right = "'model' with augment: kept predictions are those of the samples as they are"
+            raise InputError("teacher", self.teacher, right)
         if task.private is not None and self.regulariser == "ewc":
             right = "'kl', 'mse' or 'l2' with privacy 'local', which does not cover the Fisher diagonal"
             raise InputError("regulariser", self.regulariser, right)
@@ -186,7 +189,8 @@ class PFedSD(SelfDistillation):
             return {**local, "v": task.trainable(past["v"]), "fisher": past.get("fisher", {})}
         if self.teacher_mode == "train":
             return {**local, "past": past["v"]}
-        return {**local, "teacher": past["logits"] if self.teacher == "predictions" else task.local_logits(past["v"])}
+        kept = self.teacher == "predictions"
+        return {**local, "teacher": {"rows": past["logits"]} if kept else task.teach(past["v"])}
 
     def phases(self, task: Task) -> tuple[Phase, ...]:
         """The experiment's epochs; of the teacher ditto as many again."""

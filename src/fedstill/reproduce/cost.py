@@ -22,6 +22,7 @@ from ..core.errors import InputError, TrainingError
 from ..data import Federation
 from ..data.federation import Client
 from ..engine.flops import Only
+from ..engine.kept import initial_memory
 from ..engine.step import explained
 from ..report.costs import duration, scaled, short
 from ..report.text import aligned
@@ -106,7 +107,7 @@ def _estimate(
     ready, _ = prepare.from_experiment(experiment, federation)
     engine, reading = ready.trainer.name, time.perf_counter() - began
     with explained(ready.method, ready.task, stacked=False):
-        memory = sum(leaf.nbytes for _, leaf in tree.leaves(ready.method.init_client(ready.task, ready.initial)))
+        memory = sum(leaf.nbytes for _, leaf in tree.leaves(initial_memory(ready.method, ready.task, ready.initial)))
     bytes_ = base + 2 * size_of(federation) + len(federation) * memory
     del ready
     e, side = experiment, len(left[:TOGETHER]) if engine == "stacked" else 1

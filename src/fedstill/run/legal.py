@@ -44,6 +44,7 @@ def check(method: Method, task: Task, training: Training) -> None:
             raise InputError(name, value, f"at most {largest:g} with dtype {training.dtype}")
     everyone = task.clients + training.newcomers
     scores.newcomers(Plan(training.seed, training.batch_size), everyone, training.newcomers)
+    check_local(method, task, training)
     method.check(task)
     if training.fine_tune and training.fine_tune_part == "head":
         task.need_split()
@@ -67,6 +68,27 @@ def check(method: Method, task: Task, training: Training) -> None:
     if training.privacy != "off":
         privacy.check(method, task, training, cohort)
         check_private_rounds(task, training, cohort)
+
+
+def check_local(method: Method, task: Task, training: Training) -> None:
+    """Refuse optimisers' state, clipping and augmentation where they cannot be."""
+    if task.recipe.keep and method.step is not None:
+        right = f"false for {method.id}, which makes its own steps: their state starts afresh each round"
+        raise InputError("keep_optimizer", True, right)
+    if task.recipe.keep and training.wait_free != "off":
+        raise InputError("keep_optimizer", True, "false with wait_free, where a round's phases are no one piece of work")
+    if task.recipe.schedule.by_step and training.wait_free == "until-download":
+        right = "'rounds' with wait_free 'until-download': nobody knows how many steps there will be"
+        raise InputError("lr_schedule_over", "steps", right)
+    if task.recipe.clip and training.privacy == "local":
+        right = "0 with privacy 'local', whose clip_norm clips each sample's gradient"
+        raise InputError("clip_gradient", task.recipe.clip, right)
+    if task.augment is None:
+        return
+    task.augment.check(tuple(task.net.example.shape[1:]))
+    if task.augment.mixup and training.privacy == "local":
+        right = "without mixup with privacy 'local': a mixed gradient is that of two samples"
+        raise InputError("augment", training.augment, right)
 
 
 def check_private_rounds(task: Task, training: Training, cohort: int) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from .. import data as sources
 from .. import models, scores
+from ..core.augment import Augment
 from ..core.errors import InputError, Shown
 from ..core.method import Method
 from ..core.plan import JointPlan, Plan
@@ -152,6 +153,8 @@ def prepare(
         seed=training.seed,
         private=privacy.sample_noise(training, training.batch_size),
         average=average or rule_of(training),
+        recipe=training.recipe(),
+        augment=Augment.parse(training.augment),
     )
     legal.check(method, task, training)
     check_scored(training, federation)

@@ -19,6 +19,7 @@ from ..core.tree import Params, Tree
 from ..data import Dataset
 from ..data.outline import Outline
 from ..edge.data_manager import DataManager
+from ..engine.kept import initial_memory
 from ..engine.trainer import Trainer
 from ..server.coordinator import Coordinator, Record
 from ..transport.messages import Kind, Reply
@@ -159,7 +160,7 @@ class Run:
     def memory(self, client: int) -> Tree:
         """Return what a client keeps between rounds, as far as it is decided which of its replies count."""
         reply = self._one("state", client, down={})
-        memory = reply.up.get("memory", self.method.init_client(self.task, self._loaded()[0].initial))
+        memory = reply.up.get("memory", initial_memory(self.method, self.task, self._loaded()[0].initial))
         return tree.to({**memory, **reply.up.get("undecided", {})}, self.task.net.device)
 
     def personal(self, client: int | str) -> Params:

@@ -23,6 +23,7 @@ from ..edge.model_store.plain import PlainStore
 from ..edge.model_store.store import ModelStore
 from ..edge.monitor import Monitor, Policy
 from ..engine.bench import Bench
+from ..engine.kept import initial_memory
 from ..engine.step import explained
 from ..engine.trainer import Trainer
 from ..server import privacy
@@ -331,7 +332,7 @@ def _store(sims: Sequence[Simulation], folder: Path | None, coupled: bool = Fals
     initials, grows = [], False
     for sim in sims:
         with explained(sim.method, sim.task, stacked=False):
-            initial = sim.method.init_client(sim.task, sim.initial)
+            initial = initial_memory(sim.method, sim.task, sim.initial)
         initials.append({n: v for n, v in initial.items() if n in sim.method.coupled} if coupled else initial)
         grows = grows or bool(sim.method.per_sample & initial.keys())  # with the clients' numbers of samples
     clients = len(lead.data.train.sizes)
@@ -388,7 +389,7 @@ def varying(sims: Sequence[Simulation]) -> dict[str, list[float]]:
 def _optimizers(sim: Simulation) -> tuple[object, ...]:
     """Return what the engine reads of a method's phases itself, the same for the whole stack."""
     task = dataclasses.replace(sim.task, round=1)
-    return tuple((phase.lr, phase.momentum) for phase in sim.method.phases(task))
+    return tuple((phase.lr, phase.momentum, phase.optimizer) for phase in sim.method.phases(task))
 
 
 def _check_alike(a: Simulation, b: Simulation) -> None:

@@ -22,6 +22,7 @@ from ..core.method import Method, Upload
 from ..core.plan import Plan
 from ..core.task import Average, Task
 from ..core.tree import Tree
+from ..engine.kept import initial_memory
 from ..engine.step import explained
 from ..transport.messages import Dialogue, Kind, Order, Reply, Request, Transport
 from .attack import Attack
@@ -406,7 +407,7 @@ class Coordinator:
     def forms(self) -> tuple[Spec, Spec]:
         """The forms of a model that a client returns, and of a client's memory."""
         model = self.task.net.initial()
-        return spec_of({"params": model}), spec_of(self.method.init_client(self.task, model))
+        return spec_of({"params": model}), spec_of(initial_memory(self.method, self.task, model))
 
     def sound(self, replies: Iterable[Reply], split: str = "test") -> list[Reply]:
         """Return the replies to other orders than `train` that can be; the round's record names the other clients."""
