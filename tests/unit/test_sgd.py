@@ -22,7 +22,7 @@ def test_equal_to_torch_to_the_bit(lr: float, momentum: float, nesterov: bool, d
     start = [torch.randn(shape, generator=g, dtype=torch.float64) for shape in [(7, 5), (3,), ()]]
     theirs = [torch.nn.Parameter(p.clone()) for p in start]
     optimiser = torch.optim.SGD(theirs, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=decay)
-    ours = [p.clone() for p in start]
+    ours = {str(i): p.clone() for i, p in enumerate(start)}
     sgd = SGD(lr, momentum, nesterov, decay)
     state = sgd.init(ours)
     for _ in range(4):
@@ -30,17 +30,17 @@ def test_equal_to_torch_to_the_bit(lr: float, momentum: float, nesterov: bool, d
         for p, grad in zip(theirs, grads, strict=True):
             p.grad = grad.clone()
         optimiser.step()
-        sgd.update(ours, [grad.clone() for grad in grads], state)
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        sgd.update(ours, {str(i): grad.clone() for i, grad in enumerate(grads)}, state)
+    assert all(torch.equal(a, b) for a, b in zip(ours.values(), theirs, strict=True))
 
 
 def test_stacked_parameters_take_the_same_step() -> None:
     g = torch.Generator().manual_seed(1)
     stack, grads = torch.randn(3, 4, generator=g), torch.randn(3, 4, generator=g)
     sgd = SGD(0.1, 0.9, True, 0.01)
-    together = stack.clone()
-    sgd.update([together], [grads.clone()], sgd.init([together]))
+    together = {"w": stack.clone()}
+    sgd.update(together, {"w": grads.clone()}, sgd.init(together))
     for row in range(3):
-        alone = stack[row].clone()
-        sgd.update([alone], [grads[row].clone()], sgd.init([alone]))
-        assert together[row].tolist() == pytest.approx(alone.tolist(), abs=1e-7)
+        alone = {"w": stack[row].clone()}
+        sgd.update(alone, {"w": grads[row].clone()}, sgd.init(alone))
+        assert together["w"][row].tolist() == pytest.approx(alone["w"].tolist(), abs=1e-7)
