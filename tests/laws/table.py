@@ -424,6 +424,18 @@ ROWS = [
             Neutral(fs.SCAFFOLD(), fs.FedAvg(mean="uniform"), within=1e-14, settings={"rounds": 1, "momentum": 0.0}),
         ),
     ),
+    Row(
+        fs.SCAFFOLD(control="gradient"),
+        stationary_alone,
+        neutral=(  # one step on all samples: the distance travelled is the gradient at x
+            Neutral(
+                fs.SCAFFOLD(control="gradient"),
+                fs.SCAFFOLD(),
+                within=1e-13,
+                settings={"epochs": 1, "batch_size": 100, "weight_decay": 0.0},
+            ),
+        ),
+    ),
     Row(fs.FedDyn(alpha=1.5), reaches(OPTIMUM)),
     Row(fs.FedDyn(alpha=0.5, mean="weighted"), reaches(float(np.dot(COUNTS, np.multiply(A, B)) / np.dot(COUNTS, A)))),
     Row(

@@ -32,7 +32,7 @@ def local_work(row: Row, kind: str) -> tuple[fs.Method, dict[str, Any]]:
     if isinstance(method, fs.L2GD):
         method = dataclasses.replace(method, p=0.5)
     mixup = "" if isinstance(method, UNMIXED) else ",mixup:0.4"
-    return method, {"rounds": 2, **row.settings, **LOCAL[kind], "augment": IMAGES + mixup}
+    return method, {"rounds": 2, "epochs": 1, **row.settings, **LOCAL[kind], "augment": IMAGES + mixup}
 
 
 @pytest.mark.parametrize("row", ONE_EACH, ids=lambda row: row.method.id)

@@ -20,7 +20,6 @@ from fedstill.core.errors import InputError
 from fedstill.core.optim import SGD, Adam, clipped
 from fedstill.core.schedule import Schedule
 from fedstill.engine.kept import KEPT
-from fedstill.methods import METHODS
 from fedstill.run import simulation
 from fedstill.run.experiment import Training
 
@@ -163,12 +162,20 @@ def test_kept_state_makes_rounds_one_long_training(tmp_path) -> None:
 
 
 # ε is larger than usual, for Adam divides by it what rounding leaves of a gradient of 0 (a bias before BatchNorm).
-KEEPING: dict[str, Any] = {"adam_eps": 1e-4, "keep_optimizer": True, "lr_schedule": "cosine", "warmup": 1, "clip_gradient": 1.0}
+KEEPING: dict[str, Any] = {
+    "adam_eps": 1e-4,
+    "keep_optimizer": True,
+    "lr_schedule": "cosine",
+    "warmup": 1,
+    "clip_gradient": 1.0,
+}
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
-@pytest.mark.parametrize("method", [fs.FedRep(head_epochs=1), fs.Ditto(), fs.SCAFFOLD(control="gradient")])
-def test_kept_state_in_both_engines_traced_and_over_the_wire(kind: str, method: fs.Method, traced) -> None:
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [(fs.FedRep(head_epochs=1), "adamw"), (fs.Ditto(), "sgd"), (fs.SCAFFOLD(control="gradient"), "adamw")],
+)
+def test_kept_state_in_both_engines_traced_and_over_the_wire(method: fs.Method, kind: str, traced) -> None:
     how = {**KEEPING, "optimizer": kind, "lr": 0.01}
     one = run(method, "normed", **how)
     stacked = run(method, "normed", engine="stacked", cohort=2, **how)
@@ -179,3 +186,165 @@ def test_kept_state_in_both_engines_traced_and_over_the_wire(kind: str, method: 
         assert all(torch.allclose(a[n].double(), b[n].double(), atol=1e-10) for n in a)
     ready = simulation.prepare(method, make("normed"), ragged(), None, Training(**{**SETTINGS, **how, "engine": "one"}))
     assert identical(states(finish(ready, WIRED)), states(one))
+
+
+KEPT_RUN: dict[str, Any] = {
+    **KEEPING,
+    "optimizer": "adamw",
+    "lr": 0.01,
+    "rounds": 4,
+    "epochs": 1,
+    "checkpoint_every": 1,
+}
+
+
+@pytest.mark.parametrize("engine", ["one", "stacked"])
+def test_kept_state_survives_a_stop(engine: str, tmp_path) -> None:
+    """Also where memories lie in the bank's tiers, as those of kept predictions do."""
+    experiment = fs.Experiment(
+        method=fs.PFedSD(teacher="predictions"), clients=4, engine=engine, device="cpu", participation=0.5, **KEPT_RUN
+    )
+    whole, resumed = cut_and_resumed(experiment, tmp_path, after=2)
+    assert identical(states(whole), states(resumed))
+    for k in range(4):
+        a, b = (dict(tree.leaves(r.memory(k)[KEPT])) for r in (whole, resumed))
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[n], b[n]) for n in a)
+    taken = [int(whole.memory(k)[KEPT]["0"]["t"]) for k in range(4)]
+    rounds = [sum(k in r["participants"] for r in whole.history) for k in range(4)]
+    sizes = [whole.trainer.bench.plan.steps(n, 1) for n in whole.data.train.sizes]
+    assert taken == [n * size for n, size in zip(rounds, sizes, strict=True)]
+
+
+@pytest.mark.parametrize("method", [fs.APFL(), fs.PFedSD()], ids=lambda m: m.id)
+def test_traced_programs_with_all_of_it(method: fs.Method, traced, capsys) -> None:
+    """The step's number, its rate and what is drawn for its samples are tensors: one program serves all rounds."""
+    how = {
+        **KEEPING, "keep_optimizer": False, "optimizer": "adam", "lr": 0.01, "participation": 0.4, "augment": "flip,mixup:0.3",
+        "lr_schedule_over": "steps" if method.id == "apfl" else "rounds",
+    }  # fmt: skip
+    data = ragged(shape=(1, 2, 2))
+    one, program = (run(method, "convolved", data, engine=engine, **how) for engine in ("one", "stacked"))
+    assert distance(states(one), states(program)) < 1e-10
+    stages = list(program.trainer.engine.programs.stages.values())
+    assert len(stages) == 1
+    assert None not in stages
+    assert capsys.readouterr().err == ""
+
+
+# ---- phases, refusals, settings ---------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TwoPhases(fs.FedAvg):
+    """A head phase by Adam at a rate of its own, then a body phase by the experiment's optimiser."""
+
+    id = ""
+
+    def phases(self, task):
+        """Return the head, then the body."""
+        split = task.need_split()
+        return fs.Phase(moves=split.head, lr=0.03, optimizer="adam"), fs.Phase(moves=split.body)
+
+
+def test_a_phase_has_an_optimizer_and_a_rate_of_its_own() -> None:
+    data = ragged(((9, 3),))
+    how: dict[str, Any] = {"batch_size": 9, "epochs": 2, "rounds": 2, "participation": 1.0, "weight_decay": 0.0}
+    ours = run(TwoPhases(), "plain", data, lr_schedule="step", lr_step=1, lr_decay=0.5, **how)
+    net, (x, y) = make("plain"), (data.clients[0].x_train.double(), data.clients[0].y_train)
+    for factor in (1.0, 0.5):
+        for part, kind, rate in (
+            (net.fc2, torch.optim.Adam, {"lr": 0.03 * factor}),
+            (net.fc1, torch.optim.SGD, {"lr": 0.05 * factor, "momentum": 0.9}),
+        ):
+            optimiser = kind(part.parameters(), **rate)
+            for _ in range(2):
+                optimiser.zero_grad()
+                nn.functional.cross_entropy(net(x), y).backward()
+                optimiser.step()
+    assert distance({"": ours.generic()}, {"": net.state_dict()}) < 1e-12
+
+
+@pytest.mark.parametrize("method", [fs.FedAvg(), fs.FedRep(head_epochs=1)], ids=lambda m: m.id)
+def test_the_fused_loop_makes_way(method: fs.Method) -> None:
+    """On a perceptron with a loop of its own, whatever that cannot do is done by autograd; a rate by round it can."""
+    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+    for how in (
+        {"optimizer": "adam"}, {"clip_gradient": 0.5}, {"augment": "mixup:0.3"}, {"keep_optimizer": True},
+        {"lr_schedule": "cosine", "lr_schedule_over": "steps"}, {"lr_schedule": "cosine"},
+    ):  # fmt: skip
+        a, b = (run(method, net, fast=fast, rounds=2, head="2", **how) for fast in (True, False))
+        by_round = how == {"lr_schedule": "cosine"}
+        assert distance(states(a), states(b)) < 1e-12
+        assert identical(states(a), states(b)) != by_round
+
+
+REFUSED = [
+    (fs.SCAFFOLD(), {"optimizer": "adam"}, "'sgd' for scaffold"),
+    (fs.SCAFFOLD(), {"clip_gradient": 1.0}, "0.0 for scaffold"),
+    (fs.SCAFFOLD(), {"warmup": 2, "lr_schedule_over": "steps"}, "'rounds' for scaffold"),
+    (fs.APFL(), {"keep_optimizer": True}, "false for apfl"),
+    (fs.PFedMe(), {"keep_optimizer": True}, "false for pfedme"),
+    (fs.Ditto(), {"keep_optimizer": True, "wait_free": "fixed", "profile": "uniform"}, "wait_free"),
+    (fs.FedAvg(), {"optimizer": "lion"}, "one of: sgd, adam, adamw"),
+    (fs.FedAvg(), {"clip_gradient": 1.0, "privacy": "local"}, "clip_norm"),
+    (fs.FedAvg(), {"augment": "mixup:0.2", "privacy": "local"}, "two samples"),
+]
+
+
+@pytest.mark.parametrize(("method", "how", "says"), REFUSED)
+def test_what_cannot_be_is_refused_in_a_line(method: fs.Method, how: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says) as error:
+        run(method, "plain", **how)
+    assert "\n" not in str(error.value)
+
+
+def test_dp_sgd_gives_its_noisy_gradient_to_the_optimizer() -> None:
+    pytest.importorskip("dp_accounting")
+    how: dict[str, Any] = {
+        "privacy": "local",
+        "privacy_delta": 1e-3,
+        "optimizer": "adam",
+        "lr": 0.01,
+        "augment": "flip",
+    }
+    data, net = ragged(shape=(1, 2, 2)), nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).double()
+    sgd, one, stacked = (
+        run(fs.FedAvg(), net, data, **{**how, **changed})
+        for changed in ({"optimizer": "sgd"}, {}, {"engine": "stacked"})
+    )
+    assert distance(states(one), states(stacked)) < 1e-9
+    assert distance(states(one), states(sgd)) > 1e-3
+
+
+def test_rates_in_one_stack_are_scheduled_and_adam_takes_each_runs_own() -> None:
+    shared: dict[str, Any] = {
+        "method": fs.FedAvg(), "clients": 4, "rounds": 2, "epochs": 1, "dtype": "float64", "device": "cpu",
+        "engine": "stacked", "optimizer": "adamw", "weight_decay": 0.01, "lr_schedule": "cosine",
+    }  # fmt: skip
+    experiments = [fs.Experiment(**shared, lr=lr) for lr in (0.002, 0.02)]
+    together = fs.run_together(experiments)
+    for experiment, run_ in zip(experiments, together, strict=True):
+        assert distance(states(fs.run(experiment)), states(run_)) < 1e-10
+
+
+def test_the_command_takes_it_and_says_what_has_no_effect(tmp_path, capsys) -> None:
+    flags = [
+        "--optimizer",
+        "adamw",
+        "--lr",
+        "0.002",
+        "--lr-schedule",
+        "cosine",
+        "--warmup",
+        "1",
+        "--clip-gradient",
+        "1",
+    ]
+    flags += ["--augment", "crop:1,flip", "--keep-optimizer", "--momentum", "0.5"]
+    tiny = ["--rounds", "2", "--clients", "3", "--epochs", "1", "--device", "cpu"]
+    assert main(["run", "fedavg", *flags, *tiny, "--out", str(tmp_path / "a")]) == 0
+    shown = capsys.readouterr()
+    assert "adamw" in shown.out
+    assert "--momentum has no effect with --optimizer adamw" in shown.err + shown.out
+    again = fs.Experiment.from_toml(tmp_path / "a" / "experiment.toml")
+    assert (again.optimizer, again.warmup, again.augment) == ("adamw", 1, "crop:1,flip")
+    assert again.keep_optimizer

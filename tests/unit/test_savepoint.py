@@ -144,6 +144,14 @@ def test_every_method_goes_on_to_the_same_bytes(method: str, tmp_path: Path, mon
     check_kills(life, tmp_path, Experiment(method=METHODS[method](), **HELD), 2 * EPOCH - 1)
 
 
+@pytest.mark.parametrize("method", ["fedrep", "apfl", "ditto"])
+def test_an_optimizers_state_goes_on_too(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the phase under way, and what earlier phases leave for the next round."""
+    how = {"optimizer": "adamw", "lr": 0.01, "lr_schedule": "cosine", "keep_optimizer": method != "apfl"}
+    experiment = Experiment(method=METHODS[method](), **{**HELD, **how, "lr_schedule_over": "steps"})
+    check_kills(Life(monkeypatch), tmp_path, experiment, 2 * EPOCH - 1)
+
+
 CONVOLVED: dict[str, Any] = {"model": "resnet8", "epochs": 2, "rounds": 2}
 
 

@@ -13,8 +13,8 @@ class Batch:
 
     `mask` is 1 for a real sample and 0 for padding, or None without padding. `index` holds the samples' positions in the client's
     data, to look up values computed once per round. `key` seeds the step's randomness; it is drawn from (seed, round, client,
-    step). Where mixup has mixed another sample into each one, `other` holds those samples' labels and `share` is λ, what is left of
-    the sample itself: the loss is the mixture of both labels' (`terms.cross_entropy`).
+    step). Where mixup has mixed another sample into each one, `other` holds those samples' labels and `share` is λ, what is left
+    of the sample itself: the loss is the mixture of both labels' (`terms.cross_entropy`).
     """
 
     x: Tensor

@@ -7,9 +7,10 @@
 Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015; Loshchilov and Hutter, "Decoupled Weight Decay
 Regularization", ICLR 2019.
 
-An optimiser's state is a tree that starts at zero: "momentum" of SGD; "m", "v" and "t", the steps so far, of Adam. Every operation
-is elementwise, so the same code serves one client and a stack of clients with a leading axis, where `t` and `lr` have one number
-for each client; a traced step has both as tensors. `update` works in place, `stepped` returns new values and may run inside `vmap`.
+An optimiser's state is a tree that starts at zero: "momentum" of SGD; "m", "v" and "t", the steps so far, of Adam. Every
+operation is elementwise, so the same code serves one client and a stack of clients with a leading axis, where `t` and `lr` have
+one number for each client; a traced step has both as tensors. `update` works in place, `stepped` returns new values and may run
+inside `vmap`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import tree
-from .schedule import Schedule
+from .schedule import CONSTANT, Schedule
 from .tree import Params, Tree
 
 OptimizerName: TypeAlias = Literal["sgd", "adam", "adamw"]
@@ -116,7 +117,7 @@ class Adam:
         return {"m": params, "v": params, "t": torch.zeros(len(first), dtype=torch.int64, device=first.device)}
 
     def init(self, params: Params) -> Tree:
-        """Return one client's state before the first step, for `update`. Its number of steps lies on the host, where it is read."""
+        """Return one client's state before the first step, for `update`, which reads the number of steps: it lies on the host."""
         return {"m": tree.zeros(params), "v": tree.zeros(params), "t": torch.zeros((), dtype=torch.int64)}
 
     def at_rest(self, params: Params) -> Tree:
@@ -190,12 +191,15 @@ class Recipe:
     eps: float = 1e-8
     clip: float = 0.0  # the longest gradient that the optimiser is given; 0: any
     keep: bool = False  # whether clients keep the optimiser's state between rounds
-    schedule: Schedule = Schedule()
+    schedule: Schedule = CONSTANT
 
     @property
     def plain(self) -> bool:
         """Whether steps are those of SGD on the gradient as it is, at a rate that no step changes."""
         return self.optimizer == "sgd" and not self.clip and not self.schedule.by_step
+
+
+PLAIN = Recipe()
 
 
 def clipped(grads: Params, most: float) -> Params:

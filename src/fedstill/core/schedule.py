@@ -1,9 +1,9 @@
 """Schedules of the learning rate: a factor by which it is multiplied, from round to round or from step to step.
 
-    warm-up     (i+1)/W                     for the first W rounds (or steps), i = 0, 1, …
-    constant    1
-    step        decay^⌊j/every⌋             j = i − W
-    cosine      ½·(1 + cos(π·j/n))          n = N − W of N rounds, or of a client's N steps in a phase
+warm-up     (i+1)/W                     for the first W rounds (or steps), i = 0, 1, …
+constant    1
+step        decay^⌊j/every⌋             j = i − W
+cosine      ½·(1 + cos(π·j/n))          n = N − W of N rounds, or of a client's N steps in a phase
 """
 
 from __future__ import annotations
@@ -57,3 +57,6 @@ class Schedule:
     def factors(self, count: int) -> list[float]:
         """Return the factors of all of so many steps."""
         return [self.factor(i, count) for i in range(count)]
+
+
+CONSTANT = Schedule()

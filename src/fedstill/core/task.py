@@ -15,7 +15,7 @@ from . import plan, tree
 from .augment import Augment
 from .batch import Batch
 from .errors import InputError, NoSamples, Shown
-from .optim import SGD, Adam, Optimizer, OptimizerName, Recipe, clipped
+from .optim import PLAIN, SGD, Adam, Optimizer, OptimizerName, Recipe, clipped
 from .plan import Length
 from .secret import Secret
 from .tree import Params, Tree
@@ -183,7 +183,7 @@ class Task:
     seed: int = 0
     average: Average = tree.mean
     private: SampleNoise | None = None  # how phases of "params" protect single samples; None: not
-    recipe: Recipe = Recipe()  # the optimiser of local work and what goes with it
+    recipe: Recipe = PLAIN  # the optimiser of local work and what goes with it
     augment: Augment | None = None  # what a step's batch passes through; None: nothing
     now: Any = None  # the learning rate of this step, in a method's own step where a schedule changes it; else None
 
@@ -369,16 +369,24 @@ class Task:
         grads, (value, buffers) = grad_and_value(at, has_aux=True)(weights, rest)
         return grads, value, buffers
 
-    def at_rest(self, weights: Params, **own: float) -> Tree:
-        """Return the state of the experiment's optimiser before its first step; `own` as for `descend`."""
-        return self.optimizer(self.lr, **own).at_rest(weights)
+    def at_rest(self, weights: Params, momentum: float | None = None) -> Tree:
+        """Return the state of the experiment's optimiser before its first step, for `descend`."""
+        return self.optimizer(self.lr, momentum).at_rest(weights)
 
-    def descend(self, weights: Params, grads: Params, state: Tree, **own: float) -> tuple[Params, Tree]:
+    def descend(
+        self,
+        weights: Params,
+        grads: Params,
+        state: Tree,
+        momentum: float | None = None,
+        weight_decay: float | None = None,
+    ) -> tuple[Params, Tree]:
         """Make one step of the experiment's optimiser, with its clipping: return the new weights and the optimiser's state.
 
-        `own` are a `momentum` and a `weight_decay` in place of the experiment's.
+        `momentum` and `weight_decay` stand for the experiment's where they are not None.
         """
-        return self.optimizer(self.rate, **own).stepped(weights, clipped(grads, self.recipe.clip), state)
+        optimizer = self.optimizer(self.rate, momentum, weight_decay=weight_decay)
+        return optimizer.stepped(weights, clipped(grads, self.recipe.clip), state)
 
     # ---- randomness --------------------------------------------------------------------------------------------------
     def uniform(self, *words: int) -> float:

@@ -77,16 +77,23 @@ class LocalTraining(Group):
     adam_beta2: float = setting(0.999, "β₂ of adam and adamw", least=0, most=0.999999, group="local training")
     adam_eps: float = setting(1e-8, "ε of adam and adamw", above=0, group="local training")
     keep_optimizer: bool = setting(
-        False, "clients keep the optimiser's state from round to round instead of starting afresh", group="local training"
+        False,
+        "clients keep the optimiser's state from round to round instead of starting afresh",
+        group="local training",
     )
     clip_gradient: float = setting(
-        0.0, "the longest gradient of a client's step, over all weights that move; 0: any", least=0, group="local training"
+        0.0,
+        "the longest gradient of a client's step, over all weights that move; 0: any",
+        least=0,
+        group="local training",
     )
     lr_schedule: Literal["constant", "step", "cosine"] = setting(
         "constant", "how learning rates fall after the warm-up", group="local training"
     )
     lr_schedule_over: Literal["rounds", "steps"] = setting(
-        "rounds", "whether they change from round to round, or from step to step of a client's phase", group="local training"
+        "rounds",
+        "whether they change from round to round, or from step to step of a client's phase",
+        group="local training",
     )
     warmup: int = setting(
         0, "rounds, or steps, in which learning rates rise to their values first", least=0, group="local training"
@@ -98,7 +105,9 @@ class LocalTraining(Group):
         0.1, "lr_schedule step: the factor by which they fall", above=0, most=1, group="local training"
     )
     augment: str = setting(
-        "", "augment batches in training: crop:P,flip,cutout:S,jitter:A,mixup:α, or some of these", group="local training"
+        "",
+        "augment batches in training: crop:P,flip,cutout:S,jitter:A,mixup:α, or some of these",
+        group="local training",
     )
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from ..core.method import Method
-from ..core.schedule import Schedule
+from ..core.schedule import CONSTANT
 from ..core.tree import Params, Tree
 from ..engine.bench import Done, Store, Work
 from ..engine.kept import of_method
@@ -244,7 +244,7 @@ class Edge:
             bench = self.trainer.bench  # what is tuned stays here, so it is trained without noise
             task = dataclasses.replace(bench.task, private=None)
             if task.recipe.schedule.by_round:  # it has ended with the federation
-                task = dataclasses.replace(task, recipe=dataclasses.replace(task.recipe, schedule=Schedule()))
+                task = dataclasses.replace(task, recipe=dataclasses.replace(task.recipe, schedule=CONSTANT))
             self._tuners[key] = self.trainer.over(dataclasses.replace(bench, method=method, task=task))
         return self._tuners[key]
 

@@ -97,7 +97,8 @@ def count(
 
 def _count(bench: Bench, round: int, down: Tree, memory: Tree, samples: int, rounds: int, fake: bool) -> Counted:
     method, train = bench.method, bench.data.train
-    sgd = dataclasses.replace(bench.task.recipe, optimizer="sgd")  # no optimiser is counted, and this one reads no tensor
+    # No optimiser is counted, and SGD reads no tensor.
+    sgd = dataclasses.replace(bench.task.recipe, optimizer="sgd")
     as_written = dataclasses.replace(bench.task, net=bench.net.under(AS_WRITTEN), recipe=sgd)
     bench = dataclasses.replace(bench, task=as_written)
     full = min(bench.plan.batch_size, samples)

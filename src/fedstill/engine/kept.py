@@ -44,7 +44,7 @@ def of_method(memory: Tree) -> Tree:
 
 
 def with_kept(memory: Tree, before: Tree, after: Tree) -> Tree:
-    """Return a method's new memory with the optimiser's state, that of `after` where phases have run, in the order of `before`."""
+    """Return a method's new memory with the optimiser's state: that of `after` where phases have run, else as it was."""
     if KEPT not in before:
         return memory
     return {**memory, KEPT: {number: after.get(number, state) for number, state in before[KEPT].items()}}

@@ -9,10 +9,10 @@ Deng, Kamani and Mahdavi, "Adaptive Personalized Federated Learning", 2020. Algo
 Choices: (1) All three right-hand sides are taken at the values before the step, as printed, and on one batch; the
 authors' code moves w_k first. (2) α_k takes its step once a round, with the first batch, and is cut to [0, 1], as in
 the authors' code; that code also adds 0.02·α_k to its gradient, which we do not. (3) α_k = 0.5 at first, as in the
-authors' code; adaptive=False keeps it. (4) w_k and v_k have optimisers of their own, as the experiment says (each with its
-own clipping); α_k always takes a plain step of the learning rate. (5) The mixture's BatchNorm statistics belong to v_k; they are measured, not mixed. (6) v_k starts at w⁰. The
-personal model mixes v_k with the current global model; a client that never took part is scored with the global model
-alone. (7) The server's mean is uniform, as in Algorithm 1.
+authors' code; adaptive=False keeps it. (4) w_k and v_k have optimisers of their own, as the experiment says (each with
+its own clipping); α_k always takes a plain step of the learning rate. (5) The mixture's BatchNorm statistics belong to
+v_k; they are measured, not mixed. (6) v_k starts at w⁰. The personal model mixes v_k with the current global model; a
+client that never took part is scored with the global model alone. (7) The server's mean is uniform, as in Algorithm 1.
 """
 
 from __future__ import annotations

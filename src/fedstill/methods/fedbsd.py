@@ -9,10 +9,10 @@ Wang et al., "Personalized Federated Learning via Backbone Self-Distillation", A
 Choices: (1) Eq. 6 as printed, −Σ P_s log(P_s/P_t), is negative; we take KL(P_t ‖ P_s), teacher first. (2) Where the
 student's backbone starts: §3.2 replaces it by the received one (start="global"), Algorithm 1 reads as the client's own
 previous one (start="local"; first time: w_g). (3) The teacher's features are taken in evaluation mode without gradient,
-once a round, or on each batch where that is augmented. (4) BatchNorm layers are private where the model has them, statistics included (as FedBN); the teacher is
-the received backbone with the client's own BatchNorm. (5) The personal model is the client's own trained backbone and
-head; a client that never took part has the current backbone under its initial head. Nobody trains a head for everybody,
-so there is no generic score.
+once a round, or on each batch where that is augmented. (4) BatchNorm layers are private where the model has them,
+statistics included (as FedBN); the teacher is the received backbone with the client's own BatchNorm. (5) The personal
+model is the client's own trained backbone and head; a client that never took part has the current backbone under its
+initial head. Nobody trains a head for everybody, so there is no generic score.
 """
 
 from __future__ import annotations

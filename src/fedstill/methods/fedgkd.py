@@ -5,12 +5,13 @@
 
 Yao et al., "FedGKD: Toward Heterogeneous Federated Learning via Global Knowledge Distillation", 2021 (IEEE TC 2024).
 
-Choices: (1) The teacher runs in evaluation mode without gradient, once over the client's data (augmented: on each batch); temperature 1. (2) The last M
-global models are those that rounds have made, the current one included: fewer than M in the beginning, w⁰ never. In round 1
-there is no teacher, as in the authors' code. (3) γ = 0.2 and M = 5, as for the paper's images; γ/2 is their code's
-coefficient 0.1. (4) The server keeps the past models and sends w and w̄_t; with M = 1 they are the same, and w is all that
-goes down. (5) BatchNorm's statistics are averaged like the weights, in w̄_t too. (6) The paper's FedGKD-VOTE, M teachers
-weighted by their loss on validation data at the server, is not here: our server has no data.
+Choices: (1) The teacher runs in evaluation mode without gradient, once over the client's data (augmented: on each
+batch); temperature 1. (2) The last M global models are those that rounds have made, the current one included: fewer
+than M in the beginning, w⁰ never. In round 1 there is no teacher, as in the authors' code. (3) γ = 0.2 and M = 5, as
+for the paper's images; γ/2 is their code's coefficient 0.1. (4) The server keeps the past models and sends w and w̄_t;
+with M = 1 they are the same, and w is all that goes down. (5) BatchNorm's statistics are averaged like the weights, in
+w̄_t too. (6) The paper's FedGKD-VOTE, M teachers weighted by their loss on validation data at the server, is not here:
+our server has no data.
 """
 
 from __future__ import annotations

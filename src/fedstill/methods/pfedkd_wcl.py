@@ -8,11 +8,11 @@ Eq. 2, Eq. 3 and Algorithm 1.
 
 Choices: (1) The server's gradient needs data that it must not see: each client computes ∇_w KL on its own data after
 training and uploads that gradient, which has the size of a model (server="distill"). server="average" takes the mean of
-the θ̂_i instead. (2) T² stands in Eq. 2 and not in Eq. 3, and so here; the server's KL is softened by T too, without T².
-T = 1 by default. (3) Algorithm 1 counts local steps, §3.2 says 20 local epochs: epochs. (4) Teachers run in evaluation
-mode without gradient, once over the client's data; w teaches each batch where that is augmented. (5) In "distill" the global model's BatchNorm statistics are the mean
-of the clients'; its parameters move by the gradient alone. (6) A client that never took part is scored with the current
-global model.
+the θ̂_i instead. (2) T² stands in Eq. 2 and not in Eq. 3, and so here; the server's KL is softened by T too, without
+T². T = 1 by default. (3) Algorithm 1 counts local steps, §3.2 says 20 local epochs: epochs. (4) Teachers run in
+evaluation mode without gradient, once over the client's data; w teaches each batch where that is augmented. (5) In
+"distill" the global model's BatchNorm statistics are the mean of the clients'; its parameters move by the gradient
+alone. (6) A client that never took part is scored with the current global model.
 """
 
 from __future__ import annotations

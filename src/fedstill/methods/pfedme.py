@@ -8,15 +8,15 @@ T. Dinh, Tran and Nguyen, "Personalized Federated Learning with Moreau Envelopes
 
 A batch costs K gradients: K times the work of FedAvg.
 
-Choices: (1) The paper makes R steps a round, on a fresh batch each; here as many as the experiment's epochs have batches. (2) θ
-starts from w_k for each batch; the authors' code goes on from the last batch's θ, which λ soon forgets. (3) λ = 15, K = 5, η_p
-= 0.09 and β = 1, as in the authors' code for MNIST; η is the experiment's lr, and η·λ should stay below 1; η_p·λ above 2 would
-diverge and is refused. (4) Neither loop has momentum, whatever the experiment says; its weight decay acts on θ. With another
-optimiser than SGD, or clipping, w_k takes that optimiser's step by the envelope's gradient λ·(w_k − θ), without decay; the inner
-steps stay plain. (5) The
-server's mean is uniform, as printed; the authors' code weighs by samples. (6) The client keeps the θ of its last batch: that is
-the personal model. One that never took part is scored with w. (7) BatchNorm's statistics move with θ's K passes; w_k has the
-same ones, and the server takes their plain mean. (8) In the paper all clients train and S of them are averaged; here only the
+Choices: (1) The paper makes R steps a round, on a fresh batch each; here as many as the experiment's epochs have
+batches. (2) θ starts from w_k for each batch; the authors' code goes on from the last batch's θ, which λ soon forgets.
+(3) λ = 15, K = 5, η_p = 0.09 and β = 1, as in the authors' code for MNIST; η is the experiment's lr, and η·λ should
+stay below 1; η_p·λ above 2 would diverge and is refused. (4) Neither loop has momentum, whatever the experiment says;
+its weight decay acts on θ. With another optimiser than SGD, or clipping, w_k takes that optimiser's step by the
+envelope's gradient λ·(w_k − θ), without decay; the inner steps stay plain. (5) The server's mean is uniform, as
+printed; the authors' code weighs by samples. (6) The client keeps the θ of its last batch: that is the personal model.
+One that never took part is scored with w. (7) BatchNorm's statistics move with θ's K passes; w_k has the same ones, and
+the server takes their plain mean. (8) In the paper all clients train and S of them are averaged; here only the
 participants train.
 """
 

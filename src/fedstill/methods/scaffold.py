@@ -8,11 +8,11 @@
 Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020.
 
 Choices: (1) option II, η_g = 1, and means over the participants are uniform, as in the paper's Algorithm 1. (2) No
-momentum, whatever the experiment says: option II reads c_k off the distance travelled, which momentum would inflate. (3)
-Control variates and η_g cover trainable parameters; BatchNorm's buffers take the plain mean. (4) Other optimisers than SGD,
-clipping, and rates that change within a round make the distance another thing than a mean gradient, so option II refuses them.
-Option I takes any: the optimiser is given the corrected gradient. Its gradient at x is taken in evaluation mode, without
-augmentation, which is one more pass over the data.
+momentum, whatever the experiment says: option II reads c_k off the distance travelled, which momentum would inflate.
+(3) Control variates and η_g cover trainable parameters; BatchNorm's buffers take the plain mean. (4) Other optimisers
+than SGD, clipping, and rates that change within a round make the distance another thing than a mean gradient, so option
+II refuses them. Option I takes any: the optimiser is given the corrected gradient. Its gradient at x is taken in
+evaluation mode, without augmentation, which is one more pass over the data.
 """
 
 from __future__ import annotations
@@ -59,10 +59,14 @@ class SCAFFOLD(FedAvg, mean="uniform"):
         if self.control == "gradient" or task.recipe.plain:
             return
         recipe = task.recipe
-        field, value = ("optimizer", recipe.optimizer) if recipe.optimizer != "sgd" else ("clip_gradient", recipe.clip)
-        if not recipe.clip and recipe.optimizer == "sgd":
-            field, value = "lr_schedule_over", "steps"
-        raise InputError(field, value, "its default for scaffold, or control 'gradient': c_k is read off the distance")
+        changed: dict[str, tuple[object, object]] = {  # with what option II takes
+            "optimizer": (recipe.optimizer, "sgd"),
+            "clip_gradient": (recipe.clip, 0.0),
+            "lr_schedule_over": (recipe.schedule.over, "rounds"),
+        }
+        field, (value, right) = next((name, pair) for name, pair in changed.items() if pair[0] != pair[1])
+        why = "c_k is read off the distance travelled"
+        raise InputError(field, value, f"{right!r} for scaffold, or its control 'gradient': {why}")
 
     def init_server(self, task: Task, params: Params) -> Tree:
         """x, and c = 0."""
