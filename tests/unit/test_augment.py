@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.func import vmap
 
 import fedstill as fs
-from fedstill.core import plan, terms
-from fedstill.core.augment import PURPOSE, Augment
+from fedstill.core import terms
+from fedstill.core.augment import SAMPLES, Augment
 from fedstill.core.batch import Batch
 from fedstill.core.errors import InputError
 
@@ -28,12 +28,19 @@ def images(n: int = 6, channels: int = 3, height: int = 5, width: int = 7, seed:
     return Batch(x, torch.arange(n) % 3, index, torch.tensor(1234567 + seed))
 
 
+def mixed(h: int) -> int:
+    """The 32-bit hash of `plan`, by Python's whole numbers."""
+    h &= 0xFFFFFFFF
+    h = ((h ^ (h >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    h = ((h ^ (h >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return h ^ (h >> 16)
+
+
 def uniforms(key: int, index: int, n: int) -> list[float]:
-    """A sample's draws by numpy's words and Python's whole numbers."""
-    gamma, word = 0x9E3779B97F4A7C15, (1 << 64) - 1
-    first = int(plan.bits(key + PURPOSE, 1)[0]) + index * gamma & word
-    own = int(plan.bits(first, 1)[0]) >> 1
-    return [(int(b) >> 11) / 2**53 + 0.5 / 2**53 for b in plan.bits(own, n)]
+    """A sample's draws."""
+    step = mixed(key + SAMPLES * 0x9E3779B9)
+    own = mixed(mixed(index ^ step) + step)
+    return [(mixed(mixed(i ^ own) + own) + 0.5) / 2**32 for i in range(n)]
 
 
 def by_pixels(policy: Augment, batch: Batch) -> np.ndarray:

@@ -29,7 +29,7 @@ from .errors import InputError
 FORMS = "crop:P,flip,cutout:S,jitter:A,mixup:α, or some of these"
 TRIES = 32  # draws of λ, of which the first that is accepted counts; at α = 1 all are refused once in 4·10⁹ batches
 DX, DY, FLIP, CUT_X, CUT_Y, BRIGHT, CONTRAST, SATURATION, COLUMNS = range(9)  # which draw of a sample
-PURPOSE = 1 << 40  # added to a step's key: draws that nothing else has
+SAMPLES, SHARE, ORDER = (4 * plan.DRAWS + i for i in range(3))  # numbers of these draws, which nothing else has
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,9 @@ class Augment:
 
     def __call__(self, batch: Batch) -> Batch:
         """Return the batch, augmented."""
-        keys = plan.row_keys(batch.key + PURPOSE, batch.index)
         x = batch.x
         if self.of_images:
-            u = _uniforms(keys, COLUMNS).to(torch.float64)
+            u = _uniforms(plan.sample_bits(batch.key, SAMPLES, batch.index, COLUMNS))
             if self.crop:
                 x = _moved(x, *((u[:, i] * (2 * self.crop + 1)).long() - self.crop for i in (DY, DX)))
             if self.flip:
@@ -88,7 +87,7 @@ class Augment:
                 x = self._cut(x, u)
         if not self.mixup:
             return dataclasses.replace(batch, x=x)
-        share, partner = self._share(batch.key).to(x.dtype), _partners(keys, batch.mask)
+        share, partner = self._share(batch.key).to(x.dtype), _partners(batch)
         mixed = share * x + (1 - share) * x[partner]
         return dataclasses.replace(batch, x=mixed, other=batch.y[partner], share=share)
 
@@ -105,7 +104,7 @@ class Augment:
 
     def _share(self, key: Tensor) -> Tensor:
         """Draw λ ~ Beta(α, α) from a step's key, by Jöhnk's method in logarithms: U^(1/α) / (U^(1/α) + V^(1/α)) where ≤ 1."""
-        u, v = (_uniforms(key + PURPOSE + 1, 2 * TRIES).log() / self.mixup).reshape(2, TRIES)
+        u, v = (_uniforms(plan.uniform_bits(key, SHARE, (2, TRIES))).log() / self.mixup).unbind(0)
         accepted = (torch.logaddexp(u, v) <= 0).to(torch.int64)
         chosen = accepted.argmax()
         return torch.sigmoid(u - v).index_select(0, chosen.reshape(1)).squeeze(0)
@@ -127,10 +126,9 @@ def _value(text: str, name: str, number: str) -> int | float | bool:
     return value
 
 
-def _uniforms(keys: Tensor, n: int) -> Tensor:
-    """Draw n numbers in (0, 1) for each of a tensor of keys, along a new last axis."""
-    bits = (plan.tensor_bits(keys, n) >> 11) & ((1 << 53) - 1)
-    return (bits.to(torch.float64) + 0.5) / 2**53
+def _uniforms(bits: Tensor) -> Tensor:
+    """Return numbers in (0, 1) from words of 32 random bits."""
+    return (bits.to(torch.float64) + 0.5) / 2**32
 
 
 def _wide(values: Tensor) -> Tensor:
@@ -160,11 +158,11 @@ def _jittered(x: Tensor, factors: Tensor) -> Tensor:
     return grey + _wide(factors[:, 2]) * (x - grey)
 
 
-def _partners(keys: Tensor, mask: Tensor | None) -> Tensor:
+def _partners(batch: Batch) -> Tensor:
     """Return for each sample the one that is mixed into it: the next in a random order of the batch's real samples."""
-    ranks = plan.tensor_bits(keys, 1).squeeze(-1) & ((1 << 62) - 1)
-    if mask is not None:
-        ranks = torch.where(mask > 0, ranks, (1 << 62))
+    ranks = (plan.sample_bits(batch.key, ORDER, batch.index, 1).squeeze(-1) << 30) + batch.index
+    if batch.mask is not None:
+        ranks = torch.where(batch.mask > 0, ranks, (1 << 62))
     order = ranks.argsort(stable=True)
-    count = len(keys) if mask is None else (mask > 0).sum().clamp(min=1)
+    count = len(ranks) if batch.mask is None else (batch.mask > 0).sum().clamp(min=1)
     return order[(order.argsort(stable=True) + 1) % count]

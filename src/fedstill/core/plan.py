@@ -212,8 +212,21 @@ def uniform_bits(k: Tensor, layer: int, shape: Sequence[int]) -> Tensor:
     """
     count = int(np.prod(shape))
     k = _avalanche(k + layer * 0x9E3779B9)
-    h = _avalanche(torch.arange(count, device=k.device) ^ k)
-    return _avalanche(h + k).reshape(tuple(shape))
+    return _word(k, torch.arange(count, device=k.device)).reshape(tuple(shape))
+
+
+def sample_bits(k: Tensor, layer: int, index: Tensor, n: int) -> Tensor:
+    """Return n words of 32 random bits (as int64) for each sample of a batch, from a step's key and the samples' places.
+
+    No other sample changes them. As `uniform_bits` these can be part of a compiled step: no product exceeds 63 bits.
+    """
+    own = _word(_avalanche(k + layer * 0x9E3779B9), index)
+    return _word(own.unsqueeze(-1), torch.arange(n, device=index.device))
+
+
+def _word(k: Tensor, number: Tensor) -> Tensor:
+    """Return 32 random bits for each number, from a key that is an avalanche's."""
+    return _avalanche(_avalanche(number ^ k) + k)
 
 
 def _avalanche(h: Tensor) -> Tensor:
