@@ -26,12 +26,12 @@ class FedHold(fs.FedAvg):
 
     def begin(self, task: fs.Task, down: fs.Tree, memory: fs.Tree) -> fs.Tree:
         """w ← w_t, and what w_t predicts on all local data."""
-        return {"params": down["params"], "teacher": task.local_logits(down["params"])}
+        return {"params": down["params"], "teacher": task.teach(down["params"])}
 
     def loss(self, task: fs.Task, params: fs.Params, local: fs.Tree, batch: fs.Batch) -> Tensor:
         """CE(w) + λ·KL(q(w_t) ‖ q(w))."""
         logits = task.logits(params, batch)
-        penalty = fs.terms.kl(local["teacher"][batch.index], logits, 1.0, batch)
+        penalty = fs.terms.kl(task.taught(local["teacher"], batch), logits, 1.0, batch)
         return fs.terms.cross_entropy(logits, batch) + self.lam * penalty
 
 

@@ -89,7 +89,7 @@ def test_a_name_from_elsewhere_is_understood() -> None:
 @pytest.mark.parametrize(
     ("line", "right"),
     [
-        ("fedavg --lr-decay 0.9", "left out"),  # no such thing; --decay is another
+        ("fedavg --half-tau 0.9", "left out"),  # no such thing; --tau is another
         ("fedavg --lamb 1", "left out"),  # of other methods
         ("pfedsd --lamb 1", "--lam?"),
         ("--lamb 1", "--lam?"),  # no method is named yet

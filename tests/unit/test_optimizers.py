@@ -111,7 +111,7 @@ def test_schedules_are_torchs_and_begin_with_a_warm_up() -> None:
     assert Schedule("cosine", warmup=4).factors(12) == pytest.approx([0.25, 0.5, 0.75, 1.0, *cosine])
     assert Schedule("step", warmup=2, every=3, decay=0.5).factors(10) == pytest.approx([0.5, 1.0, *steps])
     assert Schedule(warmup=9).factors(3) == pytest.approx([1 / 9, 2 / 9, 3 / 9])
-    assert not Schedule().moves
+    assert Training().recipe().schedule is None
 
 
 # ---- a whole round against a loop that anybody would write ------------------------------------------------------------

@@ -50,6 +50,15 @@ UNUSED = [  # settings, a field, another value of it
     (SLOW, "unselected", "broadcast"),
     ({}, "fine_tune_part", "all"),
     ({"local_steps": 2}, "epochs", 3),
+    ({}, "adam_beta1", 0.5),
+    ({}, "adam_beta2", 0.5),
+    ({}, "adam_eps", 0.1),
+    ({"optimizer": "adam"}, "momentum", 0.1),
+    ({"optimizer": "adamw"}, "nesterov", True),
+    ({"momentum": 0.0}, "keep_optimizer", True),
+    ({}, "lr_step", 1),
+    ({"lr_schedule": "cosine"}, "lr_decay", 0.5),
+    ({}, "lr_schedule_over", "steps"),
     ({}, "join_epochs", 1),
     ({}, "suspected", 2.0),
     ({"average": "median"}, "clip_to", 1.0),
@@ -65,6 +74,11 @@ UNUSED = [  # settings, a field, another value of it
     ({}, "over_norm", "clip"),
 ]
 USED = [
+    ({"optimizer": "adam"}, "adam_beta1", 0.5),
+    ({"optimizer": "adamw"}, "adam_eps", 0.1),
+    ({"optimizer": "adam"}, "keep_optimizer", True),
+    ({"lr_schedule": "step", "lr_decay": 0.5}, "lr_step", 1),
+    ({"warmup": 2}, "lr_schedule_over", "steps"),
     ({"server": "momentum"}, "server_lr", 0.5),
     ({"server": "momentum"}, "server_momentum", 0.1),
     ({"server": "adam"}, "server_beta2", 0.1),
@@ -130,7 +144,8 @@ def test_what_is_not_unused_changes_something(given, field, other) -> None:
 def test_every_reason_has_a_case() -> None:
     """Whatever some settings can leave unused is in the table above."""
     kinds = {"mode": ("sync", "fedasync", "fedbuff"), "server": ("mean", "momentum"), "engine": ("one", "stacked")}
-    found = set(fs.Training(local_steps=1).unused())
+    found = set(fs.Training(local_steps=1).unused()) | set(fs.Training(optimizer="adam").unused())
+    found |= set(fs.Training(momentum=0.0).unused())
     for mode in kinds["mode"]:
         for server in kinds["server"]:
             for engine in kinds["engine"]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import tree
-from .schedule import CONSTANT, Schedule
+from .schedule import Schedule
 from .tree import Params, Tree
 
 OptimizerName: TypeAlias = Literal["sgd", "adam", "adamw"]
@@ -191,12 +191,21 @@ class Recipe:
     eps: float = 1e-8
     clip: float = 0.0  # the longest gradient that the optimiser is given; 0: any
     keep: bool = False  # whether clients keep the optimiser's state between rounds
-    schedule: Schedule = CONSTANT
+    schedule: Schedule | None = None  # None: the rate is constant
 
     @property
     def plain(self) -> bool:
         """Whether steps are those of SGD on the gradient as it is, at a rate that no step changes."""
-        return self.optimizer == "sgd" and not self.clip and not self.schedule.by_step
+        return self.optimizer == "sgd" and not self.clip and not self.by_step
+
+    @property
+    def by_step(self) -> bool:
+        """Whether a schedule changes the rate within a phase."""
+        return self.schedule is not None and self.schedule.over == "steps"
+
+    def factors(self, steps: int) -> list[float]:
+        """Return the factors of a phase's steps; none where the rate does not change within a phase."""
+        return self.schedule.factors(steps) if self.schedule is not None and self.by_step else []
 
 
 PLAIN = Recipe()

@@ -25,21 +25,6 @@ class Schedule:
     every: int = 10
     decay: float = 0.1
 
-    @property
-    def moves(self) -> bool:
-        """Whether the rate changes at all."""
-        return self.kind != "constant" or self.warmup > 0
-
-    @property
-    def by_step(self) -> bool:
-        """Whether the rate changes within a phase."""
-        return self.moves and self.over == "steps"
-
-    @property
-    def by_round(self) -> bool:
-        """Whether the rate changes from round to round."""
-        return self.moves and self.over == "rounds"
-
     def factor(self, i: int, count: int) -> float:
         """Return the factor of round, or step, i of `count`; what lies beyond has that of the last.
 
@@ -57,6 +42,3 @@ class Schedule:
     def factors(self, count: int) -> list[float]:
         """Return the factors of all of so many steps."""
         return [self.factor(i, count) for i in range(count)]
-
-
-CONSTANT = Schedule()

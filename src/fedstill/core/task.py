@@ -205,7 +205,7 @@ class Task:
     def factor(self) -> float:
         """The factor of this round by which the schedule multiplies learning rates; 1 where it changes none by round."""
         schedule = self.recipe.schedule
-        return schedule.factor(self.round - 1, self.rounds) if schedule.by_round else 1.0
+        return 1.0 if schedule is None or schedule.over == "steps" else schedule.factor(self.round - 1, self.rounds)
 
     def optimizer(
         self,
@@ -220,6 +220,11 @@ class Task:
         if kind == "sgd":
             return SGD(rate, momentum, self.nesterov and momentum > 0, decay)
         return Adam(rate, recipe.beta1, recipe.beta2, recipe.eps, decay, kind == "adamw")
+
+    def optimizer_of(self, phase: Phase) -> Optimizer:
+        """Return the optimiser of a phase, with the learning rate of this round."""
+        lr = self.lr if phase.lr is None else phase.lr
+        return self.optimizer(lr * self.factor, phase.momentum, phase.optimizer)
 
     @property
     def seen(self) -> Tensor:

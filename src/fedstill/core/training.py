@@ -118,7 +118,9 @@ class LocalTraining(Group):
 
     def recipe(self) -> Recipe:
         """Return how local training makes its steps."""
-        schedule = Schedule(self.lr_schedule, self.lr_schedule_over, self.warmup, self.lr_step, self.lr_decay)
+        schedule = None
+        if self.lr_schedule != "constant" or self.warmup:
+            schedule = Schedule(self.lr_schedule, self.lr_schedule_over, self.warmup, self.lr_step, self.lr_decay)
         betas = self.adam_beta1, self.adam_beta2
         return Recipe(self.optimizer, *betas, self.adam_eps, self.clip_gradient, self.keep_optimizer, schedule)
 
@@ -133,7 +135,7 @@ class LocalTraining(Group):
             unused |= dict.fromkeys(("momentum", "nesterov"), f"with `optimizer` {self.optimizer}")
         if self.lr_schedule != "step":
             unused |= dict.fromkeys(("lr_step", "lr_decay"), "without `lr_schedule` step")
-        if not self.recipe().schedule.moves:
+        if self.recipe().schedule is None:
             unused["lr_schedule_over"] = "without `lr_schedule` or `warmup`"
         return unused
 

@@ -172,6 +172,11 @@ def unstack(tree: Tree, index: int) -> Tree:
     return map(lambda t: t[index].clone(), tree)
 
 
+def without(tree: Tree, name: str) -> Tree:
+    """Return the tree without one of its entries, if it has it."""
+    return {other: value for other, value in tree.items() if other != name}
+
+
 def rows(tree: Tree, n: int) -> list[Tree]:
     """Split a stacked tree into its n entries, views of one new buffer: copy an entry to store it for long.
 

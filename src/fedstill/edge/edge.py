@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from ..core import tree
 from ..core.method import Method
-from ..core.schedule import CONSTANT
 from ..core.tree import Params, Tree
 from ..engine.bench import Done, Store, Work
-from ..engine.kept import of_method
+from ..engine.kept import KEPT
 from ..engine.progress import Savepoint
 from ..engine.step import explained
 from ..engine.trainer import Trainer
@@ -208,7 +208,7 @@ class Edge:
         memory, last = self.memory(slot)
         method, task = self.methods[order.run], self.trainer.bench.home(order.round, slot, last)
         with explained(method, task, stacked=False):
-            return method.personal(task, order.down, of_method(memory))
+            return method.personal(task, order.down, tree.without(memory, KEPT))
 
     def served(self, order: Order) -> Params:
         """Return the model that serves the client: its personal one, else the generic one that came along."""
@@ -243,8 +243,8 @@ class Edge:
             method.phases(self.trainer.bench.task)  # refuses a head that the model does not have
             bench = self.trainer.bench  # what is tuned stays here, so it is trained without noise
             task = dataclasses.replace(bench.task, private=None)
-            if task.recipe.schedule.by_round:  # it has ended with the federation
-                task = dataclasses.replace(task, recipe=dataclasses.replace(task.recipe, schedule=CONSTANT))
+            if not task.recipe.by_step:  # a schedule by rounds has ended with the federation
+                task = dataclasses.replace(task, recipe=dataclasses.replace(task.recipe, schedule=None))
             self._tuners[key] = self.trainer.over(dataclasses.replace(bench, method=method, task=task))
         return self._tuners[key]
 

@@ -29,7 +29,7 @@ from ..core.tree import Tree
 from ..data.samples import Part, Samples
 from ..nn.mode import AS_WRITTEN
 from .bench import SMALL, Bench
-from .kept import of_method
+from .kept import KEPT
 from .one import run_phase
 
 aten = torch.ops.aten
@@ -115,7 +115,7 @@ def _count(bench: Bench, round: int, down: Tree, memory: Tree, samples: int, rou
         rows = torch.arange(samples, device=x.device)
         site = Site(x, y, rows, x.new_full((), samples), x.new_full((), steps), torch.ones((), dtype=torch.float64))
         task = dataclasses.replace(bench.task, round=round, site=site)
-        memory = of_method(tree.fit_rows(memory, method.per_sample, samples))
+        memory = tree.without(tree.fit_rows(memory, method.per_sample, samples), KEPT)
         with Counter() as begin, torch.no_grad():
             local = method.begin(task, down, memory)
         by_phase = []

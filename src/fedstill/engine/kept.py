@@ -9,17 +9,10 @@ from __future__ import annotations
 import dataclasses
 
 from ..core.method import Method
-from ..core.optim import Optimizer
-from ..core.task import Phase, Task
+from ..core.task import Task
 from ..core.tree import Params, Tree, to
 
 KEPT = "(optimizer)"  # no parameter and no entry of a method has such a name
-
-
-def optimizer_of(phase: Phase, task: Task) -> Optimizer:
-    """Return the optimiser of a phase, with the learning rate of the task's round."""
-    lr = task.lr if phase.lr is None else phase.lr
-    return task.optimizer(lr * task.factor, phase.momentum, phase.optimizer)
 
 
 def initial_memory(method: Method, task: Task, params: Params) -> Tree:
@@ -32,19 +25,12 @@ def initial_memory(method: Method, task: Task, params: Params) -> Tree:
     for number, phase in enumerate(method.phases(first)):
         moves = task.net.parameters if phase.moves is None else phase.moves
         weights = {name: params[name] for name in task.net.parameters if name in moves}
-        state = optimizer_of(phase, first).init(weights) if weights and phase.length(first) else {}
+        state = first.optimizer_of(phase).init(weights) if weights and phase.length(first) else {}
         if state:
             kept[str(number)] = to(state, task.net.device)
     return {**memory, KEPT: kept}
 
 
-def of_method(memory: Tree) -> Tree:
-    """Return a memory as the method sees it."""
-    return {name: value for name, value in memory.items() if name != KEPT}
-
-
 def with_kept(memory: Tree, before: Tree, after: Tree) -> Tree:
-    """Return a method's new memory with the optimiser's state: that of `after` where phases have run, else as it was."""
-    if KEPT not in before:
-        return memory
+    """Return a method's new memory with the optimiser's state: that of `after` where phases have run, else that of `before`."""
     return {**memory, KEPT: {number: after.get(number, state) for number, state in before[KEPT].items()}}

@@ -18,7 +18,7 @@ from ..core.tree import Params, Tree, put
 from .bench import Bench, Done, Work, results_of
 from .fused import Perceptron
 from .hooks import calls
-from .kept import KEPT, of_method, optimizer_of, with_kept
+from .kept import KEPT, with_kept
 from .malloc import keep_freed_memory
 from .progress import Course
 from .step import Step, by_autograd, check_begun, check_unchanged, explained, versions
@@ -67,7 +67,7 @@ def _train(bench: Bench, round: int, work: Work, perceptron: Perceptron | None) 
         secret = bench.hidden.of(round, work, len(y), noisy)
         task = dataclasses.replace(task, private=dataclasses.replace(task.private, secret=secret))
     whole = tree.fit_rows(work.memory, method.per_sample, len(y))
-    memory, kept = of_method(whole), dict[str, Tree]()  # of the phases that have ended
+    memory, kept = tree.without(whole, KEPT), dict[str, Tree]()  # of the phases that have ended
     local, arguments = work.local if work.part == "idle" else {}, versions(down=work.down, memory=memory)
     total = torch.zeros((), dtype=x.dtype, device=x.device)
     halfway = None if work.savepoint is None else work.savepoint.load()
@@ -98,7 +98,7 @@ def _train(bench: Bench, round: int, work: Work, perceptron: Perceptron | None) 
     arguments += versions(local=local)
     up, memory = _finish(method, task, work.down, memory, local)
     check_unchanged(method, "finish", arguments)
-    memory = with_kept(memory, whole, kept)
+    memory = with_kept(memory, whole, kept) if KEPT in whole else memory
     up, memory, local = results_of(work.part, up, memory, local, method.phases(task)[-1].model if work.watch else "")
     return Done(work.client, up, memory, float(total) / max(1, steps), steps, len(y), local=local)
 
@@ -129,11 +129,11 @@ def run_phase(
     Return `local` and the optimiser's state after the phase. With a `course` the phase begins where it was interrupted, and its
     state is kept from time to time. `kept` is the optimiser's state of the client's last round; None: it starts afresh.
     """
-    method, schedule = bench.method, task.recipe.schedule
+    method = bench.method
     done = 0 if course is None else course.done
     if method.step is not None:
         step = Step(method, task, phase.loss or method.loss, phase.model != "params")
-        factors = schedule.factors(steps) if schedule.by_step else []
+        factors = task.recipe.factors(steps)
         for count, batch in enumerate(_batches(bench, round, client, steps, done), start=done + 1):
             local, loss = step.own(local, batch, task.lr * factors[count - 1] if factors else None)
             total += loss
@@ -147,7 +147,7 @@ def run_phase(
     names = [name for name in bench.moving(phase)[0] if name in start]
     if perceptron is not None and perceptron.takes(phase, names):
         x, y = bench.data.train.of(client)
-        orders, place, sgd = _orders(bench, round, client, steps, done), None, optimizer_of(phase, task)
+        orders, place, sgd = _orders(bench, round, client, steps, done), None, task.optimizer_of(phase)
         assert isinstance(sgd, SGD)
         if course is not None:
             place = course, {"local": local, "total": total}
@@ -201,12 +201,11 @@ class PhaseTraining:
         self._weights = {name: params[name].requires_grad_() for name in self._names}
         self._buffers = {name: params[name] for name in net.buffers if name in params}
         self._fixed = {n: v for n, v in params.items() if n not in self._weights and n not in self._buffers}
-        self._optimizer = optimizer_of(phase, task)
+        self._optimizer = task.optimizer_of(phase)
         self.optimizer_state = self._optimizer.init(self._weights) if self._weights else {}
         for state in (kept, past.get("optimizer")):
             tree.map(lambda own, value: own.copy_(value), self.optimizer_state if state else {}, state or {})
-        schedule = task.recipe.schedule
-        self._rates = [self._optimizer.lr * f for f in schedule.factors(length)] if schedule.by_step else []
+        self._rates = [self._optimizer.lr * factor for factor in task.recipe.factors(length)]
         self._before = tree.clone(params) if phase.after_epoch is not None else params
         for name, value in past.get("before", {}).items():
             self._before[name].copy_(value)

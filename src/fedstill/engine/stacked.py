@@ -28,7 +28,7 @@ from ..core.plan import Length, Tables, private_tables, ragged_tables
 from ..core.tree import Params, Tree, put
 from .bench import Bench, Done, Store, TooMany, Work, results_of
 from .hooks import calls
-from .kept import KEPT, of_method, optimizer_of, with_kept
+from .kept import KEPT, with_kept
 from .malloc import keep_freed_memory
 from .stackable import Way
 from .step import (
@@ -201,7 +201,7 @@ class Cohort:
         else:
             self.memory = tree.stack([tree.fit_rows(work.memory, per_sample, self.rows) for work in works])
         self.whole, self.kept = self.memory, dict[str, Tree]()  # with the optimiser's state; what phases leave of it
-        self.memory = of_method(self.memory)
+        self.memory = tree.without(self.memory, KEPT)
         self.arguments = versions(down=self.down, memory=self.memory)  # to see whether a hook changes it
         self.site: Tree = {  # what differs between clients; the samples themselves lie in one shared array
             "index": train.rows(self.clients, self.rows),
@@ -253,7 +253,7 @@ class Cohort:
         with torch.no_grad():
             up, memory = over_clients(self._finish, self.site, self.down, self.memory, local)
         check_unchanged(self.bench.method, "finish", arguments)
-        memory = with_kept(memory, self.whole, self.kept)
+        memory = with_kept(memory, self.whole, self.kept) if KEPT in self.whole else memory
         trained = self.bench.method.phases(self.watched)[-1].model if self.works[0].watch else ""
         self.up, self.memory_after, self.local = results_of(self.part, up, memory, local, trained)
 
@@ -306,7 +306,7 @@ class Cohort:
 
     def optimizer(self, phase: Phase) -> Optimizer:
         """Return the optimiser of a phase, with this round's learning rate."""
-        return optimizer_of(phase, self.task)
+        return self.task.optimizer_of(phase)
 
     def keeps(self, number: int) -> bool:
         """Return whether the clients keep the optimiser's state of a phase."""
@@ -321,18 +321,18 @@ class Cohort:
         lr: Tensor | None = self.site.get("fields", {}).get("lr") if phase.lr is None else None
         if lr is not None:
             return lr * self.task.factor
-        if self.bench.method.step is not None and self.task.recipe.schedule.moves:
+        if self.bench.method.step is not None and self.task.recipe.schedule is not None:
             return torch.full((len(self.works),), self.task.rate, dtype=self.dtype, device=self.device)
         return None
 
     def rates(self, phase: Phase, length: Length) -> dict[str, Tensor]:
         """Return the learning rates of a phase, [steps, clients], where a schedule changes them from step to step."""
-        schedule, lengths = self.task.recipe.schedule, self.lengths(length)
-        if not schedule.by_step:
+        recipe, lengths = self.task.recipe, self.lengths(length)
+        if not recipe.by_step:
             return {}
         table = torch.zeros(max(lengths), len(lengths), dtype=torch.float64)
         for client, count in enumerate(lengths):
-            table[:count, client] = torch.tensor(schedule.factors(count), dtype=torch.float64)
+            table[:count, client] = torch.tensor(recipe.factors(count), dtype=torch.float64)
         lr = self.own_rates(phase)
         base = self.optimizer(phase).lr if lr is None else lr.double()
         return {"lr": (put(table, self.device) * base).to(self.dtype)}

@@ -135,7 +135,7 @@ class Stage:
         self.masked = any(n % self.width for n in sizes)
         self.longest = bench.plan.steps(max(sizes), length)
         names, loss = cohort.moving(phase, local), shared_loss(bench, phase)
-        self.number, self.keeps, self.by_step = number, cohort.keeps(number), bench.task.recipe.schedule.by_step
+        self.number, self.keeps, self.by_step = number, cohort.keeps(number), bench.task.recipe.by_step
         view, optimizer = ClientView(bench, cohort.watched), cohort.optimizer(phase)
         step = StackStep(view, number, names, optimizer, loss, keeps=self.keeps)
         self.definition = Definition(step, cohort.x)

@@ -217,7 +217,7 @@ class StackStep:
             return step(site).gradient(by_func, weights, buffers, fixed, local, Batch(**b))
 
         if method.step is not None:
-            now = {"lr": lr} if lr is not None and self.view.task.recipe.schedule.moves else {}
+            now = {"lr": lr} if lr is not None and self.view.task.recipe.schedule is not None else {}
             new, loss = over_clients(own_step, site, rows["local"], batch, now)
             _assign(rows["local"], new, live)
         else:

@@ -62,7 +62,7 @@ class SCAFFOLD(FedAvg, mean="uniform"):
         changed: dict[str, tuple[object, object]] = {  # with what option II takes
             "optimizer": (recipe.optimizer, "sgd"),
             "clip_gradient": (recipe.clip, 0.0),
-            "lr_schedule_over": (recipe.schedule.over, "rounds"),
+            "lr_schedule_over": ("steps" if recipe.by_step else "rounds", "rounds"),
         }
         field, (value, right) = next((name, pair) for name, pair in changed.items() if pair[0] != pair[1])
         why = "c_k is read off the distance travelled"

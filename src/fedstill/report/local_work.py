@@ -59,6 +59,40 @@ def work_lines(runs: Mapping[str, Sequence[Run]]) -> tuple[str, list[str]]:
     return epochs, lines
 
 
+def recipe_lines(runs: Mapping[str, Sequence[Run]]) -> list[str]:
+    """Return a line on the optimiser, schedule, clipping and augmentation of each run that has others than the defaults."""
+    texts: dict[str, list[str]] = {}
+    for label, (run, *_) in runs.items():
+        texts.setdefault(recipe(run.training), []).append(label)
+    if len(texts) == 1:
+        return [text for text in texts if text]
+    return [f"{', '.join(labels)}: {text}" for text, labels in texts.items() if text]
+
+
+def recipe(training: Training) -> str:
+    """Return in words how clients make their steps, as far as that differs from plain SGD; '' where it does not.
+
+    >>> recipe(Training(optimizer="adamw", lr_schedule="cosine", warmup=2, augment="flip"))
+    'adamw; lr by cosine over rounds after a warm-up of 2; augmented by flip'
+    """
+    parts: list[str] = []
+    if training.optimizer != "sgd":
+        parts.append(training.optimizer)
+    if training.keep_optimizer:
+        parts.append("the optimiser's state is kept between rounds")
+    schedule = training.recipe().schedule
+    if schedule is not None:
+        kind = {"step": f"times {schedule.decay:g} every {schedule.every}"}.get(schedule.kind, f"by {schedule.kind}")
+        kind = "constant" if schedule.kind == "constant" else kind
+        warm = f" after a warm-up of {schedule.warmup}" if schedule.warmup else ""
+        parts.append(f"lr {kind} over {schedule.over}{warm}")
+    if training.clip_gradient:
+        parts.append(f"gradients of at most {training.clip_gradient:g}")
+    if training.augment:
+        parts.append(f"augmented by {training.augment}")
+    return "; ".join(parts)
+
+
 def without_effect(method: Method, task: Task, training: Training, names: Collection[str]) -> list[tuple[str, str]]:
     """Return (field, reason) for each of these fields that the method's local work does not use, as `Group.without_effect`."""
     phases = [phase for phase in method.phases(task) if phase.length(task)]
@@ -73,7 +107,7 @@ def without_effect(method: Method, task: Task, training: Training, names: Collec
         unused["personal_epochs"] = f"on {method.id} with `wait_free` until-download"
     if all(phase.lr is not None for phase in phases):
         unused["lr"] = f"on {method.id}: it has its own"
-    if all(phase.momentum is not None for phase in phases):
+    if all(phase.momentum is not None for phase in phases) and "momentum" not in training.unused():
         own = ", ".join(sorted({f"{phase.momentum:g}" for phase in phases}))
         unused |= dict.fromkeys(("momentum", "nesterov"), f"on {method.id}: its momentum is {own}")
     return [(name, reason) for name, reason in unused.items() if name in names]

@@ -24,7 +24,7 @@ from ..server.sampler import count
 from ..timing.asynchronous import Asynchrony
 from . import costs
 from .costs import NONE
-from .local_work import work_lines
+from .local_work import recipe_lines, work_lines
 
 
 @dataclass(frozen=True)
@@ -274,6 +274,7 @@ def notes(runs: Sequence[Run], results: Sequence[ResultRow], facts: Facts = UNKN
     return [
         *lines,
         *differing,
+        *recipe_lines(grouped(runs)),
         *server_lines(grouped(runs)),
         *time_lines(grouped(runs)),
         *privacy_lines(grouped(runs)),

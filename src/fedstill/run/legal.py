@@ -77,7 +77,7 @@ def check_local(method: Method, task: Task, training: Training) -> None:
         raise InputError("keep_optimizer", True, right)
     if task.recipe.keep and training.wait_free != "off":
         raise InputError("keep_optimizer", True, "false with wait_free: a round is trained in two parts")
-    if task.recipe.schedule.by_step and training.wait_free == "until-download":
+    if task.recipe.by_step and training.wait_free == "until-download":
         right = "'rounds' with wait_free 'until-download': nobody knows how many steps there will be"
         raise InputError("lr_schedule_over", "steps", right)
     if task.recipe.clip and training.privacy == "local":

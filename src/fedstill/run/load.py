@@ -38,7 +38,8 @@ LARGEST = 1 << 30  # bytes of a partition.json
 SUMMARY = "summary.json"
 AS_TRAINED = (  # settings that the hooks behind a personal or generic model may see
     "rounds", "epochs", "local_steps", "batch_size", "lr", "momentum", "nesterov", "weight_decay", "seed", "dtype", "newcomers",
-    "participation", "precision",
+    "participation", "precision", "optimizer", "adam_beta1", "adam_beta2", "adam_eps", "keep_optimizer", "clip_gradient",
+    "lr_schedule", "lr_schedule_over", "warmup", "lr_step", "lr_decay", "augment",
 )  # fmt: skip
 Model: TypeAlias = nn.Module | Callable[[], nn.Module]
 

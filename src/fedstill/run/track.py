@@ -42,8 +42,8 @@ def about(coordinator: Coordinator) -> dict[str, Any]:
     method, task = coordinator.method, coordinator.task
     own = {f"method.{name}": value for name, value in settings.values_of(method).items()}
     names = ("clients", "rounds", "epochs", "local_steps", "lr", "momentum", "weight_decay", "seed")
-    batch = coordinator.plan.batch_size
-    return {"method": method.id, **own, **{name: getattr(task, name) for name in names}, "batch_size": batch}
+    local = {"batch_size": coordinator.plan.batch_size, "optimizer": task.recipe.optimizer}
+    return {"method": method.id, **own, **{name: getattr(task, name) for name in names}, **local}
 
 
 class TensorBoard:
