@@ -118,14 +118,20 @@ class Watch:
             say(f"{label:<{self.width}}  {self._at(number, round)}  {meter.accuracy:>7}  {meter.left()}".rstrip())
 
     def resumed(self, label: str, number: int, record: dict[str, Any]) -> None:
-        """Show that a run with the `number`-th seed is finished, where it was before this process began."""
+        """Show that a run with the `number`-th seed is over, where it has stopped early or was over before this process began."""
         meter, done = self.meters[label], (number + 1) * self.rounds
-        if meter.done >= done:
+        stopped = bool(record.get("stopped"))
+        if meter.done >= done and not stopped:
             return
-        meter.done = done
+        meter.done = max(done, meter.done)
         at = self._at(number, int(record["round"]))
+        left = f"stopped: round {record['best_round']} kept" if stopped else "done already"
         if self._bar is not None:
-            self._bar.update(self._tasks[label], completed=done, at=at, left="done already")
+            self._bar.update(self._tasks[label], completed=meter.done, at=at, left=left)
+        elif stopped:
+            say(
+                f"{label:<{self.width}}  {at}  stopped: no better score since round {record['best_round']}, which is kept"
+            )
         else:
             say(f"{label:<{self.width}}  {at}  all {self.rounds} rounds were done already")
 

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -276,7 +276,7 @@ def demo(argv: Sequence[str]) -> None:
 
 RESUME = (
     "Continue what was stopped, to the same bits as if it had not been. FOLDER is what --out made: of a run, or of a "
-    "comparison, a sweep or several seeds, where runs that are finished are not run again. --rounds goes on with more rounds."
+    "comparison, a sweep or several seeds, where runs that are finished are not run again. --rounds goes on with more rounds, --patience with a run that has stopped early."
 )
 
 
@@ -284,7 +284,7 @@ def resume(argv: Sequence[str]) -> None:
     """`fedstill resume`."""
     examples = ("fedstill resume runs/fedprox", "fedstill resume runs/all", "fedstill resume runs/fedprox --rounds 100")
     parser = flags.Parser("resume", RESUME, "FOLDER", examples)
-    flags.add(parser, Experiment, only=["rounds"])
+    flags.add(parser, Experiment, only=simulation.AMENDABLE)
     add_wide(parser, parser.add_argument_group("results"))
     carrier.add(parser)
     flag_values, words = parser.read(argv)
@@ -295,40 +295,38 @@ def resume(argv: Sequence[str]) -> None:
         raise InputError("folder", Shown(" ".join(words) or "nothing"), "one folder that --out made")
     folder = Path(words[0])
     with flags.named(flag_values):
-        rounds = flags.take(Experiment, flag_values).get("rounds")
+        changes = flags.take(Experiment, flag_values)
         with carrier.take(flag_values).start(folder) as on:
             if on.leads:
-                _resume(folder, rounds, on.transport, "wide" in flag_values)
+                _resume(folder, changes, on.transport, "wide" in flag_values)
 
 
-def _resume(folder: Path, rounds: int | None, transport: Transports | None, wide: bool) -> None:
+def _resume(folder: Path, changes: Mapping[str, Any], transport: Transports | None, wide: bool) -> None:
     """Go on with what a folder holds."""
     own.allow()
     if saved.is_job(folder):
-        goes_on = dataclasses.replace(_with_rounds(saved.read_job(folder), rounds), wide=wide)
+        goes_on = dataclasses.replace(_changed(saved.read_job(folder), changes), wide=wide)
         execute(goes_on, resume=True, transport=transport)
         return
     job = next((parent for parent in list(folder.absolute().parents)[:2] if saved.is_job(parent)), None)
     with contextlib.nullcontext() if job is None else FolderLock(job):
-        _resume_run(folder, rounds, transport, wide)
+        _resume_run(folder, changes, transport, wide)
 
 
-def _with_rounds(job: Job, rounds: int | None) -> Job:
-    """Return the job with another number of rounds for all its runs."""
-    if rounds is None:
-        return job
-    for label in job.experiments:
+def _changed(job: Job, changes: Mapping[str, Any]) -> Job:
+    """Return the job with another number of rounds, or other patience, for all its runs."""
+    for label in job.experiments if "rounds" in changes else ():
         for number in range(job.seeds):
             folder = job.folder(label, number)
             assert folder is not None
             done = len(Journal(folder).history())
-            if rounds < done:
-                raise InputError("rounds", rounds, f"at least {done}: so many are over in {folder}")
-    changed = {label: dataclasses.replace(experiment, rounds=rounds) for label, experiment in job.experiments.items()}
+            if changes["rounds"] < done:
+                raise InputError("rounds", changes["rounds"], f"at least {done}: so many are over in {folder}")
+    changed = {label: dataclasses.replace(experiment, **changes) for label, experiment in job.experiments.items()}
     return dataclasses.replace(job, experiments=changed)
 
 
-def _resume_run(folder: Path, rounds: int | None, transport: Transports | None, wide: bool) -> None:
+def _resume_run(folder: Path, changes: Mapping[str, Any], transport: Transports | None, wide: bool) -> None:
     """Go on with a single run."""
     if not (folder / folders.RUN).is_file():
         right = f"a folder that --out made, which holds {folders.RUN} or {saved.JOB}"
@@ -337,9 +335,7 @@ def _resume_run(folder: Path, rounds: int | None, transport: Transports | None, 
         raise InputError("folder", str(folder), right)
     check_format(folder)
     Journal(folder).check_settings()
-    experiment = Experiment.from_toml(folder / folders.RUN)
-    if rounds is not None:
-        experiment = dataclasses.replace(experiment, rounds=rounds)
+    experiment = dataclasses.replace(Experiment.from_toml(folder / folders.RUN), **changes)
     label = experiment.method.id
     beside = saved.beside(folder)
     if beside is not None:
@@ -348,7 +344,7 @@ def _resume_run(folder: Path, rounds: int | None, transport: Transports | None, 
         )
     with watch([label], experiment.rounds) as shown, stoppable(folder):
         step = partial(shown.step, label, 0)
-        run = simulation.resume(folder, rounds=rounds, progress=step, transport=transport)
+        run = simulation.resume(folder, **changes, progress=step, transport=transport)
         shown.resumed(label, 0, run.history[-1])
     facts = Facts.of(experiment, prepare.federation_of(experiment))
     line = folders.line_of(folder) or f"fedstill resume {folder}"

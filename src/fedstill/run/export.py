@@ -100,7 +100,7 @@ def about(run: Run, client: int | None) -> dict[str, str]:
     who = {} if client is None else {"client": str(client)}
     if client is not None and outline is not None and outline.names:
         who["client_name"] = outline.client(client)
-    scored = next((record for record in reversed(run.history) if "personal_clients" in record), {})
+    scored = next((record for record in reversed(run.kept) if "personal_clients" in record), {})
     accuracy = scored.get("personal_clients", {}).get(str(client)) if client is not None else scored.get("generic")
     data = {}
     if outline is not None:
@@ -120,7 +120,7 @@ def about(run: Run, client: int | None) -> dict[str, str]:
         "method": run.method.id or type(run.method).__name__,
         "method_settings": json.dumps(settings.values_of(run.method)),
         "seed": str(run.training.seed),
-        "round": str(len(run.history)),
+        "round": str(run.task.round),
         "contract": str(contract),
         **({} if accuracy is None else {"accuracy": repr(float(accuracy))}),
         **data,
