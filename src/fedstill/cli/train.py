@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import shlex
@@ -33,12 +32,6 @@ from .screen import results, say
 from .sweep import plan_sweep
 
 DEFAULT_METHODS = ("local", "fedavg", "fedrep", "pfedsd")  # what the demo compares, and a comparison without names
-
-
-def add_wide(parser: flags.Parser, group: argparse._ArgumentGroup) -> None:
-    """Add the flag --wide, which is no setting of a run."""
-    group.add_argument("--wide", dest="wide", action="store_true", help="all columns of the table in a narrow terminal")
-    parser.takes["wide"] = "left without a value"
 
 
 OFTEN = (  # the experiment's flags that `--help` shows; `--help-all` shows all
@@ -118,7 +111,7 @@ class Usage:
             parser.takes["no_out"] = "left without a value"
         help = "run the seeds seed … seed+N−1 and report mean ± std over them [at least 1; default 1]"
         flags.plain(parser, group, "seeds", help, "N", "a whole number at least 1")
-        add_wide(parser, group)
+        flags.add_wide(parser, group)
         if only is None:
             help = f"also send the numbers of each round to {', '.join(TRACKERS)} (several with commas) [default none]"
             flags.plain(parser, group, "track", help, "NAME,NAME", f"one or more of {', '.join(TRACKERS)}")
@@ -276,7 +269,8 @@ def demo(argv: Sequence[str]) -> None:
 
 RESUME = (
     "Continue what was stopped, to the same bits as if it had not been. FOLDER is what --out made: of a run, or of a "
-    "comparison, a sweep or several seeds, where runs that are finished are not run again. --rounds goes on with more rounds, --patience with a run that has stopped early."
+    "comparison, a sweep or several seeds, where runs that are finished are not run again. --rounds goes on with more rounds, "
+    "--patience with a run that has stopped early."
 )
 
 
@@ -285,7 +279,7 @@ def resume(argv: Sequence[str]) -> None:
     examples = ("fedstill resume runs/fedprox", "fedstill resume runs/all", "fedstill resume runs/fedprox --rounds 100")
     parser = flags.Parser("resume", RESUME, "FOLDER", examples)
     flags.add(parser, Experiment, only=simulation.AMENDABLE)
-    add_wide(parser, parser.add_argument_group("results"))
+    flags.add_wide(parser, parser.add_argument_group("results"))
     carrier.add(parser)
     flag_values, words = parser.read(argv)
     if "help" in flag_values:
