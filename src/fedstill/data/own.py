@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from ..core.errors import InputError, Shown, nearest
-from .dataset import Array, Dataset, Ints, samples, targets
+from .dataset import Array, Dataset, Ints, samples
 from .files import npz_samples, wrong
 from .images import SUFFIXES, decode, folders_in, images_in, is_class_folder
 from .outline import Outline
-from .silos import read_csv, silo_files
+from .silos import numbered, read_csv, silo_files
 
 ARRAYS = (".csv", ".npz")
 
@@ -100,7 +100,8 @@ def _arrays(paths: Sequence[Path], outline: Outline) -> tuple[Array, Ints | None
             raise wrong(
                 path, f"samples of {_shape(xs[0].shape[1:])} as in {paths[0].name} (it has {_shape(xs[-1].shape[1:])})"
             )
-        ys.append(None if y is None else targets(str(path), y, len(x), outline.classes))
+        known = outline.labels or tuple(map(str, range(outline.classes)))
+        ys.append(None if y is None else numbered(path, y, len(x), known))
         where += [f"{path.name}:{row}" for row in range(len(x))]
     labelled = [y for y in ys if y is not None]
     if labelled and len(labelled) < len(ys):
@@ -112,7 +113,7 @@ def _csv(path: Path, outline: Outline) -> tuple[Array, Array | None]:
     """Read a CSV file. Without a column more than the samples have features, it has no labels."""
     x, last, header = read_csv(path)
     named = any(cell.lower() in ("label", "y") for cell in header or [])
-    if not named and outline.shape == (x.shape[1] + 1,):
+    if not named and last.dtype.kind != "U" and outline.shape == (x.shape[1] + 1,):
         return np.column_stack([x, last]), None
     return x, last
 
