@@ -38,6 +38,7 @@ from .methods.pfedsd import PFedSD
 from .methods.scaffold import SCAFFOLD
 from .methods.spectral import SpectralCoDistillation
 from .report import text as _text  # noqa: F401 - `Run.table` prints with it
+from .report.progress import Progress
 from .run.evaluate import Evaluation
 from .run.experiment import Experiment, Training
 from .run.export import export
@@ -84,6 +85,7 @@ __all__ = [
     "Params",
     "PerFedAvg",
     "Phase",
+    "Progress",
     "Run",
     "SpectralCoDistillation",
     "Task",
