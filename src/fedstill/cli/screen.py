@@ -86,10 +86,10 @@ def table(
         screen.print(note, style="dim", markup=False)
 
 
-def holdings(counts: Counts) -> None:
+def holdings(counts: Counts, names: Sequence[str] = (), labels: Sequence[str] = ()) -> None:
     """Print the samples of each client and class as bubbles."""
     screen = console()
-    lines = bubbles(counts, width=screen.width if screen else 100)
+    lines = bubbles(counts, width=screen.width if screen else 100, names=names, labels=labels)
     if screen is None:
         say("\n".join([*lines, sizes(counts)]))
         return
@@ -98,6 +98,6 @@ def holdings(counts: Counts) -> None:
     for line in lines:
         text = Text(line)
         text.highlight_regex(r"[·•●⬤]", "cyan")
-        text.highlight_regex(r"^ +class.*|^client +\d+|^….*|^samples.*", "dim")
+        text.highlight_regex(r"^ *class.*|^client +\d+|^….*|^samples.*", "dim")
         screen.print(text, no_wrap=True, overflow="crop")
     screen.print(sizes(counts))

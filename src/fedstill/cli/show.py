@@ -142,14 +142,14 @@ def _show(argv: Sequence[str]) -> None:
         experiment = Experiment(**flags.take(Experiment, flag_values))
         federation = prepare.federation_of(experiment)
     counts = federation.counts()
-    screen.holdings(counts)
+    screen.holdings(counts, federation.names, federation.labels)
     line = f"{experiment.data}: {len(federation)} clients by {partition_of(federation)}, seed {experiment.seed}"
     say(f"{line}; partition hash {federation.hash}")
     if out is not None:
         note = (
             f"area of a bubble: a client's samples of a class in all its parts; partition hash {federation.hash[:12]}"
         )
-        figures.bubbles(counts, out, line, note)
+        figures.bubbles(counts, out, line, note, federation.names, federation.labels)
         say(f"picture: {out}")
 
 

@@ -231,8 +231,15 @@ def _clients(
     axes.tick_params(axis="y", length=0)
 
 
-def bubbles(counts: Counts, path: str | Path, title: str = "", note: str = "") -> None:
-    """Draw clients × classes, each bubble's area proportional to the number of samples."""
+def bubbles(
+    counts: Counts,
+    path: str | Path,
+    title: str = "",
+    note: str = "",
+    names: Sequence[str] = (),
+    labels: Sequence[str] = (),
+) -> None:
+    """Draw clients × classes, each by its name where it has one; a bubble's area is proportional to the number of samples."""
     total, classes = counts.shape
     counts = counts[:CLIENTS]
     clients = len(counts)
@@ -247,6 +254,10 @@ def bubbles(counts: Counts, path: str | Path, title: str = "", note: str = "") -
     axes.set_ylim(-0.8, classes - 0.2)
     axes.set_xticks(range(0, clients, 1 if clients <= 40 else 5))
     axes.set_yticks(range(0, classes, 1 if classes <= 40 else 5))
+    if names and clients <= 40:
+        axes.set_xticklabels(names[:clients], rotation=90 if max(map(len, names)) > 3 else 0)
+    if labels and classes <= 40:
+        axes.set_yticklabels(labels[:classes])
     axes.set_xlabel("client")
     axes.set_ylabel("class")
     axes.set_axisbelow(True)

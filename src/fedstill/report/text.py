@@ -358,11 +358,17 @@ def rejection_lines(groups: Mapping[str, Sequence[Run]]) -> list[str]:
             first, *others = {re.sub(r"[\d.e+-]+", "#", reason): reason for reason in reversed(reasons)}.values()
             more = f"; and {len(others)} other causes" if len(others) > 1 else "; and another cause" if others else ""
             uploads = "1 reply" if len(reasons) == 1 else f"{len(reasons)} replies"
-            lines.append(f"client {client}{of}: {uploads} rejected ({first}{more})")
+            lines.append(f"client {named(runs[0], client)}{of}: {uploads} rejected ({first}{more})")
         if len(causes) > NAMED:
             count = sum(map(len, causes.values()))
             lines.append(f"{count} replies of {len(causes)} clients{of} rejected in all")
     return lines
+
+
+def named(run: Run, client: int) -> str:
+    """Return a client's number, and its name where it has one."""
+    names = () if run.outline is None else run.outline.names
+    return f"{client} ({names[client]})" if client < len(names) else str(client)
 
 
 def protected(run: Run) -> bool:
