@@ -194,6 +194,12 @@ def test_the_guide_shows_the_example() -> None:
     assert [b.page for b in BLOCKS if b.note == "file: examples/new_method.py"] == ["docs/new-method.md"]
 
 
+def test_the_readmes_method_is_the_example() -> None:
+    (block,) = [b for b in BLOCKS if b.page == "README.md" and b.note == "write: my_method.py"]
+    assert block.text.count("\n") <= 30
+    assert block.text in EXAMPLE.read_text(encoding="utf-8")
+
+
 def test_the_example_runs(tmp_path) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -34,7 +34,7 @@ def outside() -> dict[str, str]:
     settings = dict(re.findall(r"^[^.\n]*\.([\w-]+)='(.*)'$", listed, re.M))
     pins, links = str(ROOT / "constraints.txt"), kept.get("PIP_FIND_LINKS") or settings.get("find-links", "")
     uv = {"UV_CONSTRAINT": pins, **({"UV_FIND_LINKS": links} if links else {})}
-    return {**kept, "PIP_CONSTRAINT": pins, "PIP_QUIET": "1", **uv, "OMP_NUM_THREADS": "1"}
+    return {**kept, "PIP_CONSTRAINT": pins, "PIP_QUIET": "1", "PIP_NO_COMPILE": "1", **uv, "OMP_NUM_THREADS": "1"}
 
 
 def shell(words: str, folder: Path, activated: bool = True) -> str:
