@@ -19,7 +19,7 @@ from ..core.tree import Params, Tree
 from ..data import Federation
 from ..data.outline import Outline
 from ..data.poison import poisoned
-from ..edge.data_manager import DataManager, join
+from ..edge.data_manager import DataManager, join, on_device
 from ..engine.bench import Bench, threads
 from ..engine.trainer import Trainer
 from ..nn.net import Net
@@ -136,7 +136,7 @@ def prepare(
         root, federation = root_of(federation, training.root_samples, seed)
     if attack is not None and training.attack in POISONS:
         federation = poisoned(federation, attack.kind, attack.clients, attack.strength, seed, training.backdoor_target)
-    manager = DataManager(federation, device, dtype)
+    manager = on_device(federation, device, dtype)
     net.probe(_example(manager, federation), federation.classes)
     task = Task(
         net=net,
