@@ -125,6 +125,7 @@ class Site:
     samples: Tensor  # how many there are
     steps: Tensor  # how many SGD steps the method's phases take this round
     last: Tensor  # the round in which the client last trained (float64); 0: it has not taken part yet
+    trained: bool | None = None  # whether it has taken part, where the host knows that
 
 
 class Absent:
@@ -195,7 +196,11 @@ class Task:
     @property
     def seen(self) -> Tensor:
         """Whether the client has taken part: in `begin` and `finish` before this round, in `personal` so far."""
-        return self.here().last > 0
+        site = self.here()
+        seen = site.last > 0
+        if site.trained is not None:
+            seen.known = site.trained  # type: ignore[attr-defined]
+        return seen
 
     def logits(self, params: Params, batch: Batch) -> Tensor:
         """Return the model's output in training: dropout on, BatchNorm over the batch, which updates its running statistics."""
