@@ -103,6 +103,10 @@ class Method:
         """Return a client's memory before its first round. It never leaves unless `finish` puts it into the upload."""
         return {}
 
+    def freezes(self, parameters: Sequence[str]) -> frozenset[str]:
+        """Return which of the model's parameters nobody ever trains: they exist once, are in no tree, and do not travel."""
+        return frozenset()
+
     def private(self, task: Task) -> frozenset[str]:
         """Return the names of the model's state that never leave a client (checked by the laws)."""
         return frozenset()

@@ -56,8 +56,9 @@ class Model(Protocol):
 
     module: nn.Module
     parameters: tuple[str, ...]  # names that training may change
-    buffers: tuple[str, ...]  # the other names of the state
+    buffers: tuple[str, ...]  # the other names of the state that training changes
     names: tuple[str, ...]  # both, in the order of the state
+    constants: Params  # the entries of the state that training never changes; they are in no tree
     outputs: int  # numbers in the output for a sample
     example: Tensor  # one or two samples
     device: torch.device
@@ -89,7 +90,7 @@ class Model(Protocol):
         """Return the head's output for given features."""
 
     def initial(self) -> Params:
-        """Return a copy of the initial state."""
+        """Return a copy of the initial state, without the constants."""
 
     def export(self, params: Params) -> Params:
         """Return a full state dict on the CPU."""

@@ -125,7 +125,7 @@ def prepare(
         model = models.seeded(model, training.seed)
     if not isinstance(model, nn.Module):
         raise InputError("model", Shown(type(model).__name__), "an nn.Module, or a function that makes one")
-    net = Net(model, device, dtype)
+    net = Net(model, device, dtype, method.freezes([name for name, _ in model.named_parameters()]))
     if not net.parameters:
         raise InputError("model", Shown(type(model).__name__), "a module with parameters that require a gradient")
     split = by_head(model, head)
