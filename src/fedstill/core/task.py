@@ -58,7 +58,6 @@ class Model(Protocol):
     parameters: tuple[str, ...]  # names that training may change
     buffers: tuple[str, ...]  # the other names of the state that training changes
     names: tuple[str, ...]  # both, in the order of the state
-    constants: Params  # the entries of the state that training never changes; they are in no tree
     outputs: int  # numbers in the output for a sample
     example: Tensor  # one or two samples
     device: torch.device
@@ -88,6 +87,10 @@ class Model(Protocol):
         mask: Tensor | None,
     ) -> Tensor:
         """Return the head's output for given features."""
+
+    @property
+    def constants(self) -> Params:
+        """The entries of the state that training never changes; they are in no tree."""
 
     def initial(self) -> Params:
         """Return a copy of the initial state, without the constants."""

@@ -37,7 +37,7 @@ class Definition:
         live, places = batch.pop("live"), batch.pop("rows")
         samples = self.samples.over(source["x"])
         batch.update(x=samples[places], y=source["y"][places])
-        with self.step.view.bench.net.holding(source["constants"]):
+        with self.step.view.bench.net.fixed.replaced(source["constants"]):
             self.step(rows, batch, samples, source["y"], live)
 
 

@@ -24,20 +24,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import InputError, Shown, TrainingError, first_line
+from ..core.errors import InputError, Shown, first_line
 from ..core.tree import Params
 from .channels import Channels, follow
+from .constants import Constants, Slot
 from .mode import AS_WRITTEN, Execution, ExecutionMode
 from .pool_first import Forward, pool_first
-
-Slot: TypeAlias = tuple[str, dict[str, Tensor | None], str]
 
 
 class Net:
@@ -107,57 +105,22 @@ class Net:
         """Make these entries of the state constants: the tensors of `module`, which both skeletons share from now on."""
         state = self.module.state_dict(keep_vars=True)
         own = [name for name in state if self._tied[name] == name]
-        self.constants: Params = {name: state[name] for name in own if name in constants}
+        slots = [slot for both in self._all_slots.values() for slot in both]
+        self.fixed = Constants({name: state[name] for name in own if name in constants}, slots)
         self.names = tuple(name for name in own if name not in self.constants)
         self.buffers = tuple(name for name in self.names if name not in self.parameters)
-        self._slots: dict[bool, list[Slot]] = {}
-        self._constant_slots: list[Slot] = []
-        for train, slots in self._all_slots.items():
-            self._slots[train] = [slot for slot in slots if slot[0] not in self.constants]
-            self._constant_slots += [slot for slot in slots if slot[0] in self.constants]
-        for name, owner, leaf in self._constant_slots:
-            owner[leaf] = self.constants[name]
-        still = [(n, v) for n, v in self.constants.items() if not isinstance(v, nn.Parameter)]
-        self._still = [(name, value, value._version) for name, value in still]
+        self._slots = {train: [s for s in all if s[0] not in self.constants] for train, all in self._all_slots.items()}
+
+    @property
+    def constants(self) -> Params:
+        """The entries of the state that are in no tree."""
+        return self.fixed.tensors
 
     def twin(self, dtype: torch.dtype) -> Net:
         """Return a net of the same module, with the same constants, in another precision."""
         twin = Net(self.module, self.device, dtype)
         twin._settle(self.constants)
         return twin
-
-    def digest(self) -> str:
-        """Return a checksum of the constants: names, types, shapes and bits; "" where there are none."""
-        if not self.constants:
-            return ""
-        total = hashlib.sha256()
-        for name, value in self.constants.items():
-            total.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
-            total.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        return total.hexdigest()
-
-    def load_constants(self, values: Params) -> None:
-        """Replace the constants' values by those of another net of this model; refuse those of another model."""
-        shapes, own = ({n: (tuple(v.shape), v.dtype) for n, v in p.items()} for p in (values, self.constants))
-        for name in sorted(shapes.keys() | own.keys()):
-            if shapes.get(name) != own.get(name):
-                right = f"{own.get(name, 'left out')}, as in the model"
-                raise InputError(f"constant {name}", Shown(str(shapes.get(name, "nothing"))), right)
-        with torch.no_grad():
-            for name, value in self.constants.items():
-                value.copy_(values[name])
-        self._still = [(name, value, value._version) for name, value, _ in self._still]
-
-    @contextlib.contextmanager
-    def holding(self, constants: Params) -> Iterator[None]:
-        """Within, take the constants from these tensors: a step that is traced gets them as inputs."""
-        for name, owner, leaf in self._constant_slots:
-            owner[leaf] = constants[name]
-        try:
-            yield
-        finally:
-            for name, owner, leaf in self._constant_slots:
-                owner[leaf] = self.constants[name]
 
     def channels(self) -> Channels:
         """Return the model's layers by channel; its graph is followed once."""
@@ -207,14 +170,15 @@ class Net:
 
     def _slopes(self, train: bool) -> list[Tensor]:
         """Return, on an example from the initial weights, the output, gradients of a sum of it, and the state after it."""
-        with torch.enable_grad():
+        spare = self.fixed.copies_of_buffers()  # so that a wrong rewriting spoils nothing
+        with torch.enable_grad(), self.fixed.replaced({**self.constants, **spare}):
             params = {name: self.fast_layout(value) for name, value in self.initial().items()}
             weights = [params[name].requires_grad_() for name in self.parameters]
             key = torch.zeros((), dtype=torch.int64, device=self.device)
             out = self(params, self.example, train=train, key=key)
             uneven = torch.arange(out.numel(), device=out.device).cos().view_as(out).to(out.dtype)
             slopes = torch.autograd.grad((out * uneven).sum(), weights, allow_unused=True, materialize_grads=True)
-        return [out, *slopes, *params.values()]
+        return [out, *slopes, *params.values(), *spare.values()]
 
     def fast_layout(self, value: Tensor) -> Tensor:
         """Return an entry of the state in the memory layout in which convolutions are fastest; its values do not change."""
@@ -330,10 +294,7 @@ class Net:
         call = module if forward is None else functools.partial(forward, module)
         with mode or contextlib.nullcontext():
             out: Tensor = call(x)
-        for name, value, version in self._still:
-            if value._version != version:
-                what = f"the model changes its buffer {name}, which it left alone at first"
-                raise TrainingError(f"{what}: a buffer that training changes has to change in every training pass")
+        self.fixed.check()
         return out.to(self.dtype) if self.execution.bf16 else out
 
     def probe(self, x: Tensor, classes: int) -> None:

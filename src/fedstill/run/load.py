@@ -38,7 +38,7 @@ LARGEST = 1 << 30  # bytes of a partition.json
 SUMMARY = "summary.json"
 AS_TRAINED = (  # settings that the hooks behind a personal or generic model may see
     "rounds", "epochs", "local_steps", "batch_size", "lr", "momentum", "nesterov", "weight_decay", "seed", "dtype", "newcomers",
-    "participation", "precision",
+    "participation", "precision", "lora",
 )  # fmt: skip
 Model: TypeAlias = nn.Module | Callable[[], nn.Module]
 

@@ -22,6 +22,7 @@ from ..data.poison import poisoned
 from ..edge.data_manager import DataManager, join
 from ..engine.bench import Bench, threads
 from ..engine.trainer import Trainer
+from ..nn import lora
 from ..nn.net import Net
 from ..nn.split import by_head
 from ..scores.external import with_external
@@ -125,6 +126,12 @@ def prepare(
         model = models.seeded(model, training.seed)
     if not isinstance(model, nn.Module):
         raise InputError("model", Shown(type(model).__name__), "an nn.Module, or a function that makes one")
+    if training.lora:
+        known = by_head(model, head)
+        if known is None:
+            right = "named, since LoRA trains it beside the adapters (or leaves it alone)"
+            raise InputError("head", Shown("(none)"), right)
+        model = lora.adapt(model, lora.Lora.parse(training.lora), known.modules, training.seed)
     net = Net(model, device, dtype, method.freezes([name for name, _ in model.named_parameters()]))
     if not net.parameters:
         raise InputError("model", Shown(type(model).__name__), "a module with parameters that require a gradient")
