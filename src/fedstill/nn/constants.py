@@ -59,6 +59,11 @@ class Constants:
         """Return copies of those that are no parameters."""
         return {name: value.clone() for name, value, _ in self._versions}
 
+    def copies(self) -> Params:
+        """Return copies on the CPU."""
+        plain = torch.contiguous_format
+        return {name: value.detach().cpu().clone(memory_format=plain) for name, value in self.tensors.items()}
+
     def digest(self) -> str:
         """Return a checksum of names, types, shapes and bits; "" where there are no constants."""
         if not self.tensors:

@@ -18,7 +18,7 @@ import dataclasses
 import fnmatch
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -59,7 +59,12 @@ class Lora:
     @classmethod
     def parse(cls, text: str) -> Lora:
         """Return what a text such as r=8,alpha=16,targets=query+value describes."""
-        kinds = {"r": int, "alpha": float, "dropout": float, "targets": lambda value: tuple(value.split("+"))}
+        kinds: dict[str, Callable[[str], Any]] = {
+            "r": int,
+            "alpha": float,
+            "dropout": float,
+            "targets": lambda value: tuple(value.split("+")),
+        }
         values: dict[str, Any] = {}
         names = [f.name for f in dataclasses.fields(cls)]
         for part in text.split(","):
@@ -117,13 +122,15 @@ def _linear(self: Any, x: Tensor) -> Tensor:
 
 
 def _transposed(self: Any, x: Tensor) -> Tensor:
-    out = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.base())
-    return out.reshape(*x.shape[:-1], -1) + self.beside(x)
+    flat: Tensor = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.base())
+    out: Tensor = flat.reshape(*x.shape[:-1], -1) + self.beside(x)
+    return out
 
 
 @functools.cache
-def _adapted(kind: type[nn.Module], as_: Kind, plain: bool) -> type[nn.Module]:
+def _adapted(kind: Hashable, as_: Kind, plain: bool) -> type[nn.Module]:
     """Return the class of an adapted layer; a layer whose forward pass is its own (not `plain`) reads the merged weight."""
+    assert isinstance(kind, type)
     members: dict[str, Any] = {"__module__": __name__, _entry(as_): property(Adapter.merged)}
     if plain:
         members["forward"] = _linear if as_ == "linear" else _transposed
@@ -218,10 +225,31 @@ def adapters(module: nn.Module) -> Iterator[tuple[str, Adapter]]:
             yield name, layer
 
 
+def require(module: nn.Module, method: str) -> None:
+    """Refuse a model without adapters, for a method that is about them."""
+    if next(adapters(module), None) is None:
+        raise InputError("lora", "", f"set for {method}, for example r=8,alpha=16,targets={ALL_LINEAR}")
+
+
 def matrices(module: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names of all A and of all B in a model's state."""
     names = [name for name, _ in adapters(module)]
     return frozenset(f"{name}.{A}" for name in names), frozenset(f"{name}.{B}" for name in names)
+
+
+def with_lora(module: nn.Module, spec: str, head: str | Sequence[str], seed: int = 0) -> nn.Module:
+    """Return a copy of a model with adapters, as a run with `lora=spec` and this seed has it: for its state dicts."""
+    return adapt(module, Lora.parse(spec), [head] if isinstance(head, str) else head, seed)
+
+
+def removed(module: nn.Module) -> nn.Module:
+    """Return a copy of a model without its adapters."""
+    plain = copy.deepcopy(module)
+    for _, layer in list(adapters(plain)):
+        assert isinstance(layer, nn.Module)
+        del layer._parameters[A], layer._parameters[B], layer.lora_scale, layer.lora_p, layer.lora_kind
+        layer.__class__ = type(layer).__mro__[2]
+    return plain
 
 
 def merged(module: nn.Module, state: Params) -> Params:

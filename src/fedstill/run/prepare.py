@@ -62,6 +62,11 @@ class Simulation:
         """The setting of local work."""
         return self.trainer.bench.task
 
+    @property
+    def net(self) -> Net:
+        """The model."""
+        return self.trainer.bench.net
+
     def common_accuracy(self, trainer: Trainer, generic: Tree) -> float:
         """Return the generic model's accuracy on the common test set."""
         assert self.data.common is not None
