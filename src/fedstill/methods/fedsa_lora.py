@@ -42,6 +42,6 @@ class FedSALoRA(PartialFedAvg):
         self.private(task)
 
     def private(self, task: Task) -> frozenset[str]:
-        """Every B, and the head."""
-        b = lora.matrices(task.net.module)[1]
-        return b | task.need_split().head if self.classifier == "private" else b
+        """Every B, and the head but for an A in it."""
+        a, b = lora.matrices(task.net.module)
+        return b | (task.need_split().head - a) if self.classifier == "private" else b

@@ -18,7 +18,7 @@ import dataclasses
 import fnmatch
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -128,9 +128,8 @@ def _transposed(self: Any, x: Tensor) -> Tensor:
 
 
 @functools.cache
-def _adapted(kind: Hashable, as_: Kind, plain: bool) -> type[nn.Module]:
+def _adapted(kind: type[nn.Module], as_: Kind, plain: bool) -> type[nn.Module]:
     """Return the class of an adapted layer; a layer whose forward pass is its own (not `plain`) reads the merged weight."""
-    assert isinstance(kind, type)
     members: dict[str, Any] = {"__module__": __name__, _entry(as_): property(Adapter.merged)}
     if plain:
         members["forward"] = _linear if as_ == "linear" else _transposed
@@ -174,7 +173,7 @@ def _attach(layer: nn.Module, lora: Lora, generator: torch.Generator) -> None:
     into, out = (weight.shape[0], weight.shape[1]) if kind == "transposed" else (weight.shape[1], weight.shape[0])
     a = nn.init.kaiming_uniform_(torch.empty(lora.r, into), a=math.sqrt(5), generator=generator)
     plain = kind == "transposed" or type(layer).forward is nn.Linear.forward
-    layer.__class__ = _adapted(type(layer), kind, plain)
+    layer.__class__ = _adapted(type(layer), kind, plain)  # type: ignore[arg-type]
     layer.register_parameter(A, nn.Parameter(a.to(weight)))
     layer.register_parameter(B, nn.Parameter(weight.new_zeros(out, lora.r)))
     for name, value in (("scale", lora.scale), ("p", lora.dropout), ("kind", kind)):
