@@ -206,24 +206,27 @@ class Bench:
         """Return the task as a client sees it."""
         return dataclasses.replace(self.task, round=round, site=site)
 
-    def home(self, round: int, client: int, last: int = 0) -> Task:
+    def home(self, round: int, client: int, last: int = 0, shared: bool = False) -> Task:
         """Return the task as a client by itself sees it, with its own training data and no padding.
 
-        Where its samples are not in this process, only what asks for them fails.
+        Where its samples are not in this process, only what asks for them fails. With `shared` they are rows of everybody's,
+        so that nothing is copied before it is asked for, and whether it has taken part is known on the host.
         """
         train, steps = self.data.train, self.steps(client, self.phases(round))
+        device, size = train.y.device, train.sizes[client]
         x: Any
         y: Any
         index: Any
         if train.held is not None and client not in train.held:
             x = y = index = Absent(client)
+        elif shared:
+            x, y, start = train.x, train.y, train.starts[client]
+            index = torch.arange(start, start + size, device=device)
         else:
             x, y = train.of(client)
-            index = torch.arange(len(y), device=y.device)
-        when = torch.tensor(float(last), dtype=torch.float64, device=train.y.device)
-        samples, made = (
-            torch.tensor(n, dtype=self.net.dtype, device=train.y.device) for n in (train.sizes[client], steps)
-        )
+            index = torch.arange(size, device=device)
+        when = torch.tensor(float(last), dtype=torch.float64, device="cpu" if shared else device)
+        samples, made = (torch.full((), n, dtype=self.net.dtype, device=device) for n in (size, steps))
         task = self.at(round, Site(x, y, index, samples, made, when))
         return dataclasses.replace(task, lr=self.varied["lr"][client]) if "lr" in self.varied else task
 

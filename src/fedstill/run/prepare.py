@@ -148,7 +148,7 @@ def prepare(
         root, federation = root_of(federation, training.root_samples, seed)
     if attack is not None and training.attack in POISONS:
         federation = poisoned(federation, attack.kind, attack.clients, attack.strength, seed, training.backdoor_target)
-    manager = DataManager(federation, device, dtype)
+    manager = on_device(federation, device, dtype)
     net.probe(_example(manager, federation), federation.classes)
     task = Task(
         net=net,
