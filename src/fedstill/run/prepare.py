@@ -19,7 +19,7 @@ from ..core.tree import Params, Tree
 from ..data import Federation
 from ..data.outline import Outline
 from ..data.poison import poisoned
-from ..edge.data_manager import DataManager, join
+from ..edge.data_manager import DataManager, join, on_device
 from ..engine.bench import Bench, threads
 from ..engine.trainer import Trainer
 from ..nn import lora
