@@ -19,7 +19,7 @@ from torch import nn
 import fedstill as fs
 from fedstill.core.settings import values_of
 
-from ..problems import COUNTS, A, B, on_quadratics, point
+from ..problems import ADAPTED, COUNTS, A, B, on_quadratics, point
 
 LR, EPOCHS = 0.1, 5  # of `on_quadratics`
 OPTIMUM = float(np.dot(A, B) / np.sum(A))  # of the sum of the clients' losses, each client counting alike
@@ -438,7 +438,6 @@ SD = {"lam": 0.7, "tau": 2.0}
 SPECTRAL = {"generic_epochs": 2, "personal_epochs": 2}
 PLAIN_SGD = {"momentum": 0.0, "nesterov": False}
 IN_STEPS = {"local_steps": 5}
-ADAPTED = {"lora": "r=2,alpha=3,targets=*,head=freeze"}  # of some models the head is the only linear layer
 ROWS = [
     Row(fs.Local(), own_optimum),
     Row(fs.FedAvg(), reaches(mean_of_pulls(0.0, COUNTS))),
@@ -732,8 +731,8 @@ ROWS = [
         for li in (True, False)
         for ta in (True, False)
     ),
-    Row(fs.FedSALoRA(), stationary_adapters, settings=ADAPTED),
-    Row(fs.FFALoRA(), stationary_adapters, settings=ADAPTED),
+    Row(fs.FedSALoRA(), stationary_adapters, settings={"lora": ADAPTED}),
+    Row(fs.FFALoRA(), stationary_adapters, settings={"lora": ADAPTED}),
     # Local training in steps: a client with few samples passes through them several times, one with many not once. Of the
     # quadratics, where a batch is all of a client's data, so many steps are so many epochs.
     Row(fs.FedAvg(), reaches(mean_of_pulls(0.0, COUNTS), epochs=1, local_steps=EPOCHS), settings=IN_STEPS),

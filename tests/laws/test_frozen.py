@@ -186,7 +186,7 @@ def test_ffa_is_fedavg_where_a_does_not_train() -> None:
 @pytest.mark.parametrize("method", [fs.FedSALoRA(), fs.FFALoRA()], ids=lambda m: m.id)
 def test_methods_of_adapters_refuse_a_model_without(method: fs.Method) -> None:
     with pytest.raises(fs.InputError, match=f"lora = '': should be set for {method.id}, for example r=8"):
-        run(method, "plain")
+        run(method, "plain", lora="")
 
 
 def test_the_wire_and_another_order_of_means_change_nothing() -> None:

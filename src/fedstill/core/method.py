@@ -37,6 +37,7 @@ class Method:
     trains_generic: ClassVar[bool] = True
     """Whether the generic model as a whole is trained; where not, the mean of the personal models can be scored in its place."""
     needs_head: ClassVar[bool] = False
+    needs_lora: ClassVar[bool] = False  # whether it is about LoRA's adapters
     averages: ClassVar[bool] = (
         False  # whether `merge` puts a plain mean into "params", which a server optimizer may follow
     )

@@ -97,7 +97,8 @@ class SiteClient:
         experiment = dataclasses.replace(experiment, data="digits", data_root="", external="", **here)
         federation = self.data.among(client, int(about["clients"]), int(about["classes"]))
         sim, _ = from_experiment(experiment, federation)
-        ours, theirs = sim.net.fixed.digest(), str(about.get("constants", ""))
+        ours = sim.net.fixed.digest()
+        theirs = str(about.get("constants", ours))
         if ours != theirs:
             right = f"with the hub's frozen weights ({theirs[:12] or 'none'}): both make the model from the same file"
             raise InputError("model", Shown(ours[:12] or "nothing frozen"), right)

@@ -33,6 +33,7 @@ class FedSALoRA(PartialFedAvg):
 
     id: ClassVar[str] = "fedsa-lora"
     paper: ClassVar[str] = "Guo et al., ICLR 2025"
+    needs_lora: ClassVar[bool] = True
 
     classifier: Literal["private", "shared"] = setting("private", "whether the head is each client's own")
 

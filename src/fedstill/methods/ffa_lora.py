@@ -32,6 +32,7 @@ class FFALoRA(FedAvg):
 
     id: ClassVar[str] = "ffa-lora"
     paper: ClassVar[str] = "Sun et al., ICLR 2024"
+    needs_lora: ClassVar[bool] = True
 
     def check(self, task: Task) -> None:
         """Refuse a model without adapters."""
