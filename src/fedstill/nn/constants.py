@@ -35,13 +35,13 @@ class Constants:
             owner[leaf] = tensors[name]
 
     def _note(self) -> None:
-        """Note how often each buffer has been changed in place."""
-        buffers = [(name, value) for name, value in self.tensors.items() if not isinstance(value, nn.Parameter)]
-        self._versions = [(name, value, value._version) for name, value in buffers]
+        """Note the buffers, each with how often it has been changed in place."""
+        others = [(name, value) for name, value in self.tensors.items() if not isinstance(value, nn.Parameter)]
+        self.buffers = [(name, value, value._version) for name, value in others]
 
     def check(self) -> None:
         """Refuse a model that has changed a buffer which it left alone when it was looked at: all clients share it."""
-        for name, value, version in self._versions:
+        for name, value, version in self.buffers:
             if value._version != version:
                 what = f"the model changes its buffer {name}, which it left alone at first"
                 raise TrainingError(f"{what}: a buffer that training changes has to change in every training pass")
@@ -57,7 +57,7 @@ class Constants:
 
     def copies_of_buffers(self) -> Params:
         """Return copies of those that are no parameters."""
-        return {name: value.clone() for name, value, _ in self._versions}
+        return {name: value.clone() for name, value, _ in self.buffers}
 
     def copies(self) -> Params:
         """Return copies on the CPU."""
