@@ -19,7 +19,7 @@ from .convolution import GROUPED, PRODUCT, ROWS, TRITON, TURNED, Shape, apply, k
 Times: TypeAlias = dict[str, float]  # milliseconds by algorithm
 Timer: TypeAlias = Callable[[str, Shape, torch.dtype, int, torch.device, bool], Times]
 
-FORMAT = 2  # of the file of measurements: another number where there are other candidates
+FORMAT = 3  # of the file of measurements: another number where there are other candidates
 
 TILES = {  # what was fastest for some layer of a CNN or a ResNet-18 on an H200, in bfloat16 or TF32
     "forward": (
@@ -30,11 +30,17 @@ TILES = {  # what was fastest for some layer of a CNN or a ResNet-18 on an H200,
         (64, 64, 64, 4, 3, 1), (128, 128, 64, 8, 3, 1), (32, 128, 64, 4, 3, 1), (32, 32, 64, 4, 3, 8), (32, 16, 64, 4, 3, 8),
     ),
 }  # fmt: skip
-ROW_TILES = (  # for products in TF32 whose factors lie along the sum
-    (64, 64, 64, 4, 3, 1), (128, 64, 64, 8, 3, 1), (128, 128, 32, 8, 3, 1), (128, 64, 32, 4, 4, 1), (128, 128, 64, 8, 3, 8),
-    (64, 64, 64, 4, 3, 8), (64, 128, 32, 4, 3, 8),
-)  # fmt: skip
-NARROW = {"forward": ((128, 32, 128, 4, 2, 1),), "weight_grad": ((32, 128, 32, 4, 3, 8),)}  # besides, for few channels
+TF32_TILES = {  # the same for numbers of four bytes
+    "forward": (
+        (128, 64, 32, 4, 3, 1), (128, 128, 32, 8, 3, 1), (128, 128, 64, 8, 3, 1), (64, 64, 64, 4, 3, 1), (64, 128, 64, 4, 3, 1),
+    ),
+    "input_grad": ((128, 64, 64, 4, 3, 1), (64, 64, 64, 4, 3, 1)),
+    "weight_grad": ((64, 64, 64, 4, 3, 1), (32, 128, 64, 4, 3, 1), (32, 32, 64, 4, 3, 8)),
+}  # fmt: skip
+ROW_TILES = ((128, 128, 32, 8, 3, 1), (128, 64, 32, 4, 4, 1), (128, 64, 64, 8, 3, 1), (64, 64, 64, 4, 3, 8))
+NARROW = {  # besides, for few channels
+    "forward": ((128, 32, 128, 4, 2, 1), (128, 64, 128, 8, 2, 1)), "weight_grad": ((32, 128, 32, 4, 3, 8),),
+}  # fmt: skip
 
 
 def has_triton() -> bool:
@@ -60,9 +66,10 @@ def candidates(operation: str, s: Shape, dtype: torch.dtype, triton: bool | None
         "input_grad": (s.batch * s.image[0] * s.image[1], s.channels, s.outputs),
         "weight_grad": (s.outputs, entries, pixels),
     }[operation]
-    tried = [(TRITON, tile) for tile in TILES[operation] + (NARROW.get(operation, ()) if s.channels < 16 else ())]
+    tiles = TF32_TILES if dtype == torch.float32 else TILES
+    tried = [(TRITON, tile) for tile in tiles[operation] + (NARROW.get(operation, ()) if s.channels < 16 else ())]
     if operation == "input_grad" and turns(s) and s.outputs >= 16:
-        tried += [(TURNED, tile) for tile in TILES["forward"]]
+        tried += [(TURNED, tile) for tile in tiles["forward"][:3]]
     if operation == "weight_grad" and dtype == torch.float32:
         tried += [(ROWS, tile) for tile in ROW_TILES]
     for kind, (bm, bn, bk, warps, stages, parts) in tried:
@@ -145,6 +152,11 @@ class Choices:
         self.cohort = int(chosen.get("cohort", self.cohort))
         self.threads = int(chosen.get("threads", self.threads))
 
+    def expect(self, device: torch.device) -> None:
+        """Prepare to measure shapes on a GPU on which nothing was measured yet."""
+        if device.type == "cuda" and has_triton() and not (self.cache or _cache_file(device)).exists():
+            warm.begin()
+
     def missing(self) -> list[str]:
         """Return the shapes that were asked for and not yet measured."""
         return [key for key in self.asked if key not in self.algorithms]
@@ -157,7 +169,9 @@ class Choices:
         known = _read(file)
         sized = {key: f"{key} {_power(n)} {'exact' if exact else 'tf32'}" for key in self.missing()}
         if device.type == "cuda":
-            warm.compile_all(_jobs([self.asked[key] for key, name in sized.items() if name not in known], exact))
+            major, minor = torch.cuda.get_device_capability(device)
+            asked = [self.asked[key] for key, name in sized.items() if name not in known]
+            warm.compile_all(_jobs(asked, exact), 10 * major + minor)
         for key, name in sized.items():
             operation, s, dtype = self.asked[key]
             if name not in known:
@@ -173,7 +187,7 @@ def _jobs(asked: Sequence[tuple[str, Shape, torch.dtype]], exact: bool) -> list[
     for operation, s, dtype in asked:
         for algorithm in candidates(operation, s, dtype):
             if algorithm not in (GROUPED, PRODUCT):
-                what, shape, tile = kernel_of(algorithm, operation, s, dtype.itemsize)
+                what, shape, tile = kernel_of(algorithm, operation, s)
                 jobs.append(warm.Job(what, str(dtype).removeprefix("torch."), shape.numbers(), tuple(tile), exact))
     return jobs
 

@@ -82,16 +82,16 @@ def turns(s: Shape) -> bool:
     return s.stride == (1, 1) and min(turned(s).padding) >= 0
 
 
-def kernel_of(algorithm: str, operation: str, s: Shape, size: int) -> tuple[str, Shape, list[int]]:
-    """Return the kernel that does an operation by a tile, for numbers of `size` bytes: its name, its shape, the tile."""
+def kernel_of(algorithm: str, operation: str, s: Shape) -> tuple[str, Shape, list[int]]:
+    """Return the kernel that does an operation by a tile: its name, its shape, the tile."""
     kind, *numbers = algorithm.split()
     tile = [int(v) for v in numbers]
     if kind == ROWS:
         return ROWS, s, tile
     if kind == TURNED:
         return "forward", turned(s), tile
-    # A fourth channel of zeros for a pixel's three: four numbers of two bytes are one load.
-    padded = operation == "weight_grad" and s.channels == 3 and size == 2
+    # A fourth channel of zeros for a pixel's three: four numbers are one load.
+    padded = operation != "input_grad" and s.channels == 3
     return operation, dataclasses.replace(s, channels=4) if padded else s, tile
 
 
@@ -100,21 +100,18 @@ def apply(
 ) -> Tensor:
     """Run one of the three operations by the given algorithm; `bias` [n, O] is for the forward pass."""
     if algorithm not in (GROUPED, PRODUCT):
-        what, shape, tile = kernel_of(algorithm, operation, s, a.element_size())
-        if what == ROWS:
-            a, b = (t.permute(0, 4, 1, 2, 3) for t in (a, b))
+        what, shape, tile = kernel_of(algorithm, operation, s)
+        if what == ROWS:  # contiguous here, where a compiler can fuse the copy with what made the tensor
+            a, b = (t.permute(0, 4, 1, 2, 3).contiguous() for t in (a, b))
         elif what != operation:
-            b = b.flip(2, 3).permute(0, 4, 2, 3, 1)
+            b = b.flip(2, 3).permute(0, 4, 2, 3, 1).contiguous()
         elif shape.channels != s.channels:
-            a = F.pad(a, (0, shape.channels - s.channels))
+            more = (0, shape.channels - s.channels)
+            a, b = F.pad(a, more), F.pad(b, more) if operation == "forward" else b
         out: Tensor = _triton(what, a, b, bias, _sizes(shape), tile, exact)
-        return (
-            out.permute(0, 1, 3, 4, 2)
-            if what == ROWS
-            else out[..., : s.channels]
-            if shape.channels > s.channels
-            else out
-        )
+        if what == ROWS:
+            return out.permute(0, 1, 3, 4, 2)
+        return out[..., : s.channels] if operation == "weight_grad" and shape.channels > s.channels else out
     out = grouped(operation, a, b, s) if algorithm == GROUPED else product(operation, a, b, s)
     return out if bias is None else out + bias[:, None, None, None].to(out.dtype)
 
