@@ -310,7 +310,9 @@ class Net:
                 self._settle(())
                 logits, params, moved = self._try(pair, watch)
                 lone, _, more = self._try(pair[:1], ExecutionMode(watch.key, None))
+                versions = {buffer: params[buffer]._version for buffer in self.buffers}
                 scored, alone = self(params, pair, train=False), self(params, pair[:1], train=False)
+                moved |= more | {buffer for buffer, version in versions.items() if params[buffer]._version != version}
             except InputError:
                 raise
             except Exception as error:
@@ -338,7 +340,7 @@ class Net:
         self.has_dropout, self.example = watch.dropouts > 0, pair
         self.has_batchnorm = self.has_batchnorm or watch.norms > 0  # also one that a forward pass calls by itself
         self.outputs = int(logits.shape[1])
-        self._settle({name for name in self.buffers if name not in moved | more})
+        self._settle(set(self.buffers) - moved)
 
 
 def _slots(module: nn.Module, tied: dict[str, str]) -> list[Slot]:

@@ -38,7 +38,7 @@ def tensors_of(module: nn.Module, state: Params, moving: Sequence[str], head: Se
     return {name: value.contiguous().clone() for name, value in tensors.items()}
 
 
-def restored(module: nn.Module, base: Params, tensors: Params) -> Params:
+def restored(base: Params, tensors: Params) -> Params:
     """Return a state dict of an adapted model from that of its base and peft's tensors: the inverse of `tensors_of`."""
     names = {}
     for name in tensors:

@@ -90,7 +90,7 @@ def _export_adapters(
 
     net, head = run.task.net, run.task.head_modules()
     contents = peft_format.files_of(net.module, state, net.names, head, run.model, meta)
-    again = peft_format.restored(net.module, net.export(net.initial()), load(contents[peft_format.TENSORS]))
+    again = peft_format.restored(net.export(net.initial()), load(contents[peft_format.TENSORS]))
     with torch.no_grad():
         difference = _compare(folder, _module(run, again)(inputs), expected)
     files.make_folder(folder)
