@@ -56,7 +56,7 @@ class Model(Protocol):
 
     module: nn.Module
     parameters: tuple[str, ...]  # names that training may change
-    buffers: tuple[str, ...]  # the other names of the state
+    buffers: tuple[str, ...]  # the other names of the state that training changes
     names: tuple[str, ...]  # both, in the order of the state
     outputs: int  # numbers in the output for a sample
     example: Tensor  # one or two samples
@@ -88,8 +88,12 @@ class Model(Protocol):
     ) -> Tensor:
         """Return the head's output for given features."""
 
+    @property
+    def constants(self) -> Params:
+        """The entries of the state that training never changes; they are in no tree."""
+
     def initial(self) -> Params:
-        """Return a copy of the initial state."""
+        """Return a copy of the initial state, without the constants."""
 
     def export(self, params: Params) -> Params:
         """Return a full state dict on the CPU."""
