@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -106,7 +107,7 @@ def check_experiment(experiment: fs.Experiment) -> None:
 
 
 @pytest.mark.parametrize(("shown", "words"), COMMANDS, ids=[shown for shown, _ in COMMANDS])
-def test_commands_parse(shown: str, words: list[str], tmp_path, monkeypatch, capsys) -> None:
+def test_commands_parse(shown: str, words: list[str], tmp_path, registered, monkeypatch, capsys) -> None:
     """Flags and values are those of the command line; nothing is read and nothing is trained."""
     monkeypatch.chdir(tmp_path)
     saved = [b for b in BLOCKS if b.note.startswith("write: ") and shown.startswith(f"{b.page}:")]
@@ -136,6 +137,18 @@ def test_commands_parse(shown: str, words: list[str], tmp_path, monkeypatch, cap
 
 
 GENERATED = {"docs/settings.md"}  # pages that the site makes of the code
+
+
+@pytest.fixture
+def registered(monkeypatch) -> Iterator[None]:
+    """What a command registers, as a page's own method, goes again."""
+    before = dict(METHODS)
+    monkeypatch.setattr(own, "_allowed", [False])
+    yield
+    METHODS.clear()
+    METHODS.update(before)
+
+
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)(?:#[^)]*)?\)")
 
 
