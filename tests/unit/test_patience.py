@@ -116,6 +116,14 @@ def test_simulated_time(timing: dict[str, Any]) -> None:
     assert identical(states(patient), states(best))
 
 
+def test_nothing_is_left_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the best round is the last or an earlier one."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for rounds in (1, PROBLEM["rounds"]):
+        run(fs.FedAvg(), **{**PROBLEM, "data": ragged(MANY, seed=3), **ON_TEST, "rounds": rounds})
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_on_any_transport() -> None:
     settings = {**PROBLEM, "data": ragged(MANY, seed=3), **ON_TEST}
     here, wired = run(fs.SCAFFOLD(), **settings), run(fs.SCAFFOLD(), **settings, transport=WIRED)

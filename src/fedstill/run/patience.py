@@ -97,14 +97,15 @@ class PatienceCallback:
     def go_back(self, coordinator: Coordinator) -> Dialogue[None]:
         """Return server and clients to their states after the best round."""
         best = coordinator.best_round
-        if best in (0, coordinator.state.round):
-            return
-        checkpoint = self._checkpoint(best, coordinator)
-        if checkpoint is None:
-            raise TrainingError(f"the checkpoint of round {best}, the best, is missing or damaged: its models are lost")
-        state = checkpoint.state()
-        coordinator.go_back(best, state["server"], state.get("timing", {}))
-        yield from restore(checkpoint, coordinator)
+        if best not in (0, coordinator.state.round):
+            checkpoint = self._checkpoint(best, coordinator)
+            if checkpoint is None:
+                raise TrainingError(
+                    f"the checkpoint of round {best}, the best, is missing or damaged: its models are lost"
+                )
+            state = checkpoint.state()
+            coordinator.go_back(best, state["server"], state.get("timing", {}))
+            yield from restore(checkpoint, coordinator)
         if self._temporary is not None:
             self._temporary.cleanup()
 
