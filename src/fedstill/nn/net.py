@@ -3,16 +3,19 @@
 The module is never changed: a private copy serves as a skeleton into which each call puts the tensors it is given. A torch
 function mode (`mode.py`), active only where the model needs it, replaces some operations:
 
-- dropout draws its mask from (seed, round, client, step, layer), not from a global generator;
+- dropout, stochastic depth and other noise of training draw from (seed, round, client, step, layer), not from a global
+  generator (`draws.py`);
 - BatchNorm leaves padding out of its statistics (and survives a batch of one sample: its variance is then 0);
 - in a stack, convolutions with weights for each client use the algorithm that was measured to be fastest; one client's 5×5
   convolutions on a CPU use Winograd's algorithm;
+- within `torch.func` attention is plain products and recurrent layers go step by step, since the fused kernels cannot be
+  vmapped; encoder layers have no fast path in evaluation, whose numbers are others;
 - with `bf16`, convolutions and linear layers multiply bfloat16 numbers and activations stay in bfloat16; weights, their updates,
   BatchNorm's statistics and the logits keep their precision.
 
 Which of these apply is an `Execution`, fixed when a view of the net is made (`Net.under`).
 
-Running statistics are updated in place on the tensors that were passed in; callers pass copies.
+The output may be a tensor, what has `.logits`, a mapping with "logits", or a tuple that begins with it. Running statistics are updated in place on the tensors that were passed in; callers pass copies.
 """
 
 from __future__ import annotations
@@ -29,10 +32,12 @@ from torch import Tensor, nn
 from ..core.errors import InputError, Shown, first_line
 from ..core.tree import Params
 from .channels import Channels, follow
-from .mode import AS_WRITTEN, Execution, ExecutionMode
+from .mode import AS_WRITTEN, Execution, ExecutionMode, transformed
 from .pool_first import Forward, pool_first
+from .watch import Watch, hidden_buffers, logits_of, samples_axes
 
 Slot: TypeAlias = tuple[str, dict[str, Tensor | None], str]
+FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
 class Net:
@@ -71,7 +76,10 @@ class Net:
         norms = [m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.has_batchnorm = bool(norms)
         self.cumulative = any(m.momentum is None and m.track_running_stats for m in norms)
-        self.has_dropout, self.outputs = True, 0  # until `probe` has looked
+        self.has_fast_path = any(isinstance(m, FAST_PATHS) for m in self.module.modules())
+        self.has_draws = self.has_composites = True  # until `probe` has looked
+        self.axes: dict[int, int] = {}  # of draws whose first axis is not the samples'
+        self.outputs = 0
         self.device, self.dtype = device, dtype
         self._channels: Channels | None = None
         self.size = sum(p.numel() for p in self.module.parameters())
@@ -94,16 +102,6 @@ class Net:
         if self._channels is None:
             self._channels = follow(copy.deepcopy(self.module), self.example)
         return self._channels
-
-    def _try(self, x: Tensor, mode: ExecutionMode) -> tuple[Tensor, Params]:
-        """Run a training pass from the initial weights; return its output and the state after it."""
-        params = self.initial()
-        out = self._forward(params, x, True, mode)
-        for name, owner, leaf in self._slots[True]:
-            if owner[leaf] is not params[name]:
-                right = "updated in place (copy_, mul_, add_): an assignment in forward would be lost"
-                raise InputError("model", Shown(f"buffer {name}"), right)
-        return out, params
 
     def under(self, execution: Execution, rewrite: Callable[[nn.Module], Forward | None] = pool_first) -> Net:
         """Return a view that is executed this way: it shares the skeleton, and this net stays as it is.
@@ -201,11 +199,14 @@ class Net:
             return self._forward({**self.initial(), **params}, zeros, train, mode, as_written=True)
 
     def _mode(self, key: Tensor | None, mask: Tensor | None, train: bool, rows: int) -> ExecutionMode | None:
+        """Return the mode to run in; None where the model as written does the same, which is faster."""
         execution = self.execution
-        keyed = train and (self.has_dropout or (self.has_batchnorm and (mask is not None or rows == 1)))
-        if not keyed and execution.lowering is None and not execution.bf16 and execution.winograd is None:
+        keyed = train and (self.has_draws or (self.has_batchnorm and (mask is not None or rows == 1)))
+        plain = (self.has_composites or self.has_draws) and (execution.plain or transformed())
+        lowered = execution.lowering is not None or execution.bf16 or execution.winograd is not None
+        if not (keyed or plain or lowered or self.has_fast_path):
             return None
-        return ExecutionMode(key, mask, execution)
+        return ExecutionMode(key, mask, execution, self.axes)
 
     @contextlib.contextmanager
     def _hooked(
@@ -254,32 +255,45 @@ class Net:
         forward = self._rewritten.get(train) if submodule is None and not as_written else None
         call = module if forward is None else functools.partial(forward, module)
         if mode is None:
-            return call(x)
+            return logits_of(call(x))
         with mode:
-            out: Tensor = call(x)
+            out = logits_of(call(x))
         return out.to(self.dtype) if self.execution.bf16 else out
 
+    # ---- before any work -----------------------------------------------------------------------------------------------
     def probe(self, x: Tensor, classes: int) -> None:
-        """Run one and two samples through the model and refuse what cannot be trained reproducibly, before any work."""
-        name = Shown(type(self.module).__name__)
+        """Run one and two samples through the model and refuse what cannot be trained reproducibly, before any work.
+
+        Whole numbers are given to the model as they are, as ids; to one that does not take them, as numbers (`example`).
+        """
         pair = torch.cat([x[:1], x[:1]]) if len(x) < 2 else x[:2]
-        watch = ExecutionMode(torch.zeros((), dtype=torch.int64, device=x.device), None)
-        hidden = _hidden_buffers(self._training)
-        with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []), torch.no_grad():
-            before = _generator_state(x.device)
+        if pair.is_floating_point():
+            self._probe(pair, classes)
+            return
+        try:
+            self._probe(pair, classes)
+        except InputError as refusal:
+            if not isinstance(refusal.__cause__, RuntimeError):  # which is what layers of floating numbers say of ids
+                raise
             try:
-                logits, params = self._try(pair, watch)
-                lone, _ = self._try(pair[:1], ExecutionMode(watch.key, None))
-                scored, alone = self(params, pair, train=False), self(params, pair[:1], train=False)
+                self._probe(pair.to(self.dtype), classes)
+            except InputError:
+                raise refusal from None
+
+    def _probe(self, pair: Tensor, classes: int) -> None:
+        name, device = Shown(type(self.module).__name__), pair.device
+        hidden = hidden_buffers(self._training)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+            try:
+                logits, watch = self._pass(pair, True)
+                lone, watch_lone = self._pass(pair[:1], True)
+                (scored, eyed), (alone, _) = self._pass(pair, False), self._pass(pair[:1], False)
             except InputError:
                 raise
             except Exception as error:
-                shape = "×".join(map(str, x.shape[1:]))
-                reason = first_line(error)
-                raise InputError("model", name, f"a model that takes samples of shape {shape} ({reason})") from error
-            if not torch.equal(before, _generator_state(x.device)):
-                right = "free of randomness other than nn.Dropout and nn.Dropout1d/2d/3d in training"
-                raise InputError("model", name, right)
+                shape, kind = "×".join(map(str, pair.shape[1:])), "" if pair.is_floating_point() else " of ids"
+                right = f"a model that takes samples{kind} of shape {shape} ({first_line(error)})"
+                raise InputError("model", name, right) from error
         for rows, out in ((2, logits), (1, lone), (2, scored), (1, alone)):
             if not isinstance(out, Tensor) or out.ndim != 2 or len(out) != rows or out.shape[1] < classes:
                 got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
@@ -291,13 +305,34 @@ class Net:
                 "one whose evaluation takes each sample by itself (BatchNorm with track_running_stats=True, for one)"
             )
             raise InputError("model", name, right)
-        changed = [n for n, v in _hidden_buffers(self._training).items() if not torch.equal(v, hidden[n])]
+        changed = [n for n, v in hidden_buffers(self._training).items() if not torch.equal(v, hidden[n])]
         if changed:
             right = "persistent if training changes it: what a state dict leaves out would be lost"
             raise InputError("model", Shown(f"buffer {changed[0]}"), right)
-        self.has_dropout, self.example = watch.dropouts > 0, pair
+        self.example, self.outputs = pair, int(logits.shape[1])
+        self.has_draws, self.axes = bool(watch.draws.shapes), samples_axes(watch.draws.shapes, watch_lone.draws.shapes)
+        self.has_composites = watch.composites + eyed.composites > 0
         self.has_batchnorm = self.has_batchnorm or watch.norms > 0  # also one that a forward pass calls by itself
-        self.outputs = int(logits.shape[1])
+
+    def _pass(self, x: Tensor, train: bool) -> tuple[Any, Watch]:
+        """Run a pass from the initial weights under a watch; return the output and the watch."""
+        params = self.initial()
+        watch = Watch(torch.zeros((), dtype=torch.int64, device=x.device) if train else None, x.device)
+        with watch.over(self._training if train else self._evaluating):
+            out = self._forward(params, x, train, watch)
+        for name, owner, leaf in self._slots[train]:
+            if owner[leaf] is not params[name]:
+                right = "updated in place (copy_, mul_, add_): an assignment in forward would be lost"
+                raise InputError("model", Shown(f"buffer {name}"), right)
+        return out, watch
+
+    def twin(self, dtype: torch.dtype) -> Net:
+        """Return the same model in another precision, with what `probe` has found."""
+        net = Net(self.module, self.device, dtype)
+        net.has_draws, net.has_composites, net.axes, net.outputs = (
+            self.has_draws, self.has_composites, self.axes, self.outputs,
+        )  # fmt: skip
+        return net
 
 
 def _slots(module: nn.Module, tied: dict[str, str]) -> list[Slot]:
@@ -309,13 +344,3 @@ def _slots(module: nn.Module, tied: dict[str, str]) -> list[Slot]:
         owner = modules[path]
         slots.append((tied[name], owner._parameters if leaf in owner._parameters else owner._buffers, leaf))
     return slots
-
-
-def _hidden_buffers(module: nn.Module) -> Params:
-    """Return copies of the buffers that a state dict leaves out."""
-    state = set(module.state_dict())
-    return {name: value.clone() for name, value in module.named_buffers() if name not in state}
-
-
-def _generator_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

@@ -149,9 +149,12 @@ def _inputs(run: Run, client: int | None) -> tuple[Tensor, bool]:
     net = run.task.net
     if run.has_data:
         x, _ = run.data.test.of(run.clients[0] if client is None else client)
-        return x[:MOST].to(net.dtype), True
+        return x[:MOST], True
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn((SYNTHETIC, *net.example.shape[1:]), generator=generator, dtype=torch.float64)
+    shape = (SYNTHETIC, *net.example.shape[1:])
+    if not net.example.is_floating_point():  # ids: the lowest are in every vocabulary
+        return torch.randint(2, shape, generator=generator).to(net.device), False
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
     return x.to(net.device, net.dtype), False
 
 

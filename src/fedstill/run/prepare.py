@@ -136,8 +136,8 @@ def prepare(
         root, federation = root_of(federation, training.root_samples, seed)
     if attack is not None and training.attack in POISONS:
         federation = poisoned(federation, attack.kind, attack.clients, attack.strength, seed, training.backdoor_target)
-    manager = DataManager(federation, device, dtype)
-    net.probe(_example(manager, federation), federation.classes)
+    net.probe(_example(federation, device, dtype), federation.classes)
+    manager = DataManager(federation, device, net.example.dtype)
     task = Task(
         net=net,
         split=split,
@@ -180,10 +180,19 @@ def prepare(
     )  # fmt: skip
 
 
-def _example(manager: DataManager, federation: Federation) -> torch.Tensor:
-    """Return two samples; zeros where this process holds none, as a hub whose sites keep their data."""
-    x = manager.train.x[:2]
-    return x if len(x) else x.new_zeros((2, *federation.shape))
+def _example(federation: Federation, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Return two samples: of ids, those with the lowest and the highest one, so that a vocabulary too small is found now.
+
+    Zeros where this process holds none, as a hub whose sites keep their data.
+    """
+    own = [x for c in federation.clients for x in (c.x_train, c.x_test, c.x_val) if x is not None and len(x)]
+    if not own:
+        return torch.zeros((2, *federation.shape), dtype=federation.clients[0].x_train.dtype).to(device)
+    if own[0].is_floating_point():
+        return own[0][:2].to(device, dtype)
+    every = torch.cat(own)
+    low, high = torch.aminmax(every.flatten(1), dim=1)
+    return every[[int(low.argmin()), int(high.argmax())]].to(device)
 
 
 def check_scored(training: Training, federation: Federation) -> None:
