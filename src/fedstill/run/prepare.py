@@ -22,6 +22,7 @@ from ..data.poison import poisoned
 from ..edge.data_manager import DataManager, join
 from ..engine.bench import Bench, threads
 from ..engine.trainer import Trainer
+from ..models import weights
 from ..nn.net import Net
 from ..nn.split import by_head
 from ..scores.external import with_external
@@ -96,7 +97,11 @@ def from_experiment(experiment: Experiment, federation: Federation | None = None
         right = "a data set: this run was made in Python; the same call of simulate() with resume=True goes on with it"
         raise InputError("data", experiment.data, right)
     federation = _with_external(federation or federation_of(experiment), experiment)
-    model = models.build(experiment.model, federation.shape, federation.classes, experiment.seed)
+    model = models.build(
+        experiment.model, federation.shape, federation.classes, experiment.seed, experiment.model_args
+    )
+    if experiment.weights:
+        weights.load(model, experiment.weights, by_head(model, experiment.head or None))
     sim = prepare(experiment.method, model, federation, experiment.head or None, experiment.training())
     return dataclasses.replace(sim, experiment=experiment), federation
 
