@@ -7,6 +7,7 @@ is run, and nothing is downloaded. Samples of whole numbers are ids of tokens, o
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from ..core.errors import InputError, first_line
 from ..core.reading import Unreadable, read_json
+from .beside_torchvision import import_torchvision
 
 MISSING = "installed to take models of transformers: pip install 'fedstill[hf]'"
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -30,14 +32,23 @@ PAD = "pad"  # the argument that names the id of padding, to which nothing then 
 
 
 class Unpadded:
-    """A hook that gives a model of tokens the mask of those that are no padding."""
+    """A hook that gives a model of tokens the mask of those that are no padding.
 
-    def __init__(self, pad: int) -> None:
-        self.pad = pad
+    A model that looks both ways gets the mask that its scores are added to: from a plainer one transformers would make it by a
+    branch on its values.
+    """
+
+    def __init__(self, pad: int, both_ways: bool) -> None:
+        self.pad, self.both_ways = pad, both_ways
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
         """Add the mask to the arguments of forward."""
-        return args, {**kwargs, "attention_mask": (args[0] != self.pad).long()}
+        real = args[0] != self.pad
+        if not self.both_ways:
+            return args, {**kwargs, "attention_mask": real.long()}
+        dtype = next(module.parameters()).dtype
+        added = torch.zeros_like(real, dtype=dtype).masked_fill(~real, torch.finfo(dtype).min)
+        return args, {**kwargs, "attention_mask": added[:, None, None]}
 
 
 def place(source: str) -> str:
@@ -63,6 +74,8 @@ def build(source: str, shape: Sequence[int], classes: int, arguments: Mapping[st
         for name, value in {**{n: v for n, v in fitted.items() if hasattr(config, n)}, **fields}.items():
             setattr(config, name, value)
         config.num_labels = classes
+        if pad is not None and hasattr(config, "pad_token_id"):
+            config.pad_token_id = pad
         _check(full, transformers, config, shape)
         auto = transformers.AutoModelForImageClassification if images else transformers.AutoModelForSequenceClassification
         folder = Path(source).expanduser()
@@ -76,13 +89,16 @@ def build(source: str, shape: Sequence[int], classes: int, arguments: Mapping[st
         right = f"one that transformers can make ({type(error).__name__}: {first_line(error)})"
         raise InputError("model", full, right) from error
     if pad is not None:
-        model.register_forward_pre_hook(Unpadded(pad), with_kwargs=True)
+        both_ways = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
+        model.register_forward_pre_hook(Unpadded(pad, both_ways), with_kwargs=True)
     made: nn.Module = model
     return made
 
 
 def _transformers(model: str) -> ModuleType:
     try:
+        with contextlib.suppress(ImportError):
+            import_torchvision()
         return importlib.import_module("transformers")
     except ImportError:
         raise InputError("model", model, MISSING) from None

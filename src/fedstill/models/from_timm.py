@@ -1,30 +1,19 @@
-"""Models of timm by name, fitted to the samples: `timm:vit_tiny_patch16_224`. They start from random weights.
-
-timm imports torchvision for a class and some transforms. Where torchvision is one for another build of torch, its compiled
-operators cannot be loaded and importing it fails on the two that it describes without looking; nothing here calls them, so
-they are declared and it is imported all the same.
-"""
+"""Models of timm by name, fitted to the samples: `timm:vit_tiny_patch16_224`. They start from random weights."""
 
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..core.errors import InputError, first_line, nearest
+from .beside_torchvision import import_torchvision
 
 MISSING = "installed to take models of timm: pip install 'fedstill[vision]'"
-DESCRIBED = {  # torchvision's operators with a description that needs them to be there
-    "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-}
 FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")  # downloads and pickles
-_declared: list[torch.library.Library] = []  # a library's operators last as long as it does
 
 
 def build(name: str, shape: Sequence[int], classes: int, arguments: Mapping[str, Any]) -> nn.Module:
@@ -55,23 +44,7 @@ def build(name: str, shape: Sequence[int], classes: int, arguments: Mapping[str,
 def _timm(model: str) -> ModuleType:
     """Import timm."""
     try:
-        _torchvision()
+        import_torchvision()
         return importlib.import_module("timm")
     except ImportError:
         raise InputError("model", model, MISSING) from None
-
-
-def _torchvision() -> None:
-    """Import torchvision; without its compiled operators where they cannot be loaded."""
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError as error:
-        if "torchvision::" not in str(error) or _declared:
-            raise
-        for module in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[module]
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        for operator, signature in DESCRIBED.items():
-            library.define(operator + signature)
-        _declared.append(library)
-        importlib.import_module("torchvision")
