@@ -1,4 +1,4 @@
-"""Every method with a transformer and a recurrent net on tokens: stacked equals one, and what cannot be done is refused in a line."""
+"""Every method with a transformer and a recurrent net on tokens: stacked equals one, or it is refused in a line."""
 
 from __future__ import annotations
 

@@ -600,9 +600,7 @@ def test_the_real_transform_gives_the_whole_spectrum(
     first = -(-percent * d // 100)  # ⌈τ·d⌉ in whole numbers
     value, slope = divergence(p, q, first, kind, transform)
     weights = {"w": torch.tensor(p, requires_grad=True)}
-    ours = terms.spectral(
-        weights, terms.spectrum({"w": torch.tensor(q)}, transform), percent / 100, kind, transform
-    )
+    ours = terms.spectral(weights, terms.spectrum({"w": torch.tensor(q)}, transform), percent / 100, kind, transform)
     (by_w,) = torch.autograd.grad(ours, weights["w"])
     assert ours.item() == pytest.approx(value, rel=1e-9, abs=1e-10)
     np.testing.assert_allclose(by_w.numpy(), slope, rtol=1e-7, atol=1e-9)
@@ -642,7 +640,9 @@ def test_spectral_where_a_frequency_is_missing(kind: str, transform: str) -> Non
         scale = 1 / np.sqrt(8) if transform == "ortho" else 1.0
         q = scale * np.abs(np.fft.fft(other.numpy()))
         expected = 4 * scale * np.log(4 * scale / q[0]) + (q.sum() - 4 * scale if kind == "generalised" else 0)
-        assert terms.spectral({"w": flat_}, terms.spectrum({"w": other}, transform), 1.0, kind, transform).item() == pytest.approx(expected)
+        assert terms.spectral(
+            {"w": flat_}, terms.spectrum({"w": other}, transform), 1.0, kind, transform
+        ).item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("field", "moved"), [("lam_g", "generic"), ("lam_p", "personal")])

@@ -84,7 +84,9 @@ def models(argv: Sequence[str]) -> None:
         say(f"{name:<{width}}  {line}")
     for name, line in model_registry.OTHERS.items():
         say(f"{name:<{width}}  {line}")
-    say("\n'--model NAME' takes one, with arguments by --model-args; from Python, fedstill.simulate takes any nn.Module.")
+    say(
+        "\n'--model NAME' takes one, with arguments by --model-args; from Python, fedstill.simulate takes any nn.Module."
+    )
 
 
 def data(argv: Sequence[str]) -> None:

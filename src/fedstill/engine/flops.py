@@ -111,7 +111,10 @@ def _count(bench: Bench, round: int, down: Tree, memory: Tree, samples: int, rou
 
         x, y = data(samples)
         rows = torch.arange(samples, device=x.device)
-        made = torch.full((), samples, dtype=net.dtype, device=x.device), torch.full((), steps, dtype=net.dtype, device=x.device)
+        made = (
+            torch.full((), samples, dtype=net.dtype, device=x.device),
+            torch.full((), steps, dtype=net.dtype, device=x.device),
+        )
         site = Site(x, y, rows, *made, torch.ones((), dtype=torch.float64))
         task = dataclasses.replace(bench.task, round=round, site=site)
         memory = tree.fit_rows(memory, method.per_sample, samples)

@@ -244,7 +244,13 @@ def _private_batches(
         drawn, noise = secret.private(phase, len(y), steps, bench.plan.batch_size)
     for rows, key in zip(drawn[done:], put(noise[done:], x.device), strict=True):
         index = put(rows if len(rows) else [0], x.device)
-        yield Batch(x[index], y[index], index, key, None if len(rows) else torch.zeros(1, dtype=bench.net.dtype, device=x.device))
+        yield Batch(
+            x[index],
+            y[index],
+            index,
+            key,
+            None if len(rows) else torch.zeros(1, dtype=bench.net.dtype, device=x.device),
+        )
 
 
 def _orders(bench: Bench, round: int, client: int, steps: int, done: int = 0) -> Iterator[Tensor]:

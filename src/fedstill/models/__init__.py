@@ -1,7 +1,7 @@
 """Models by name: plain `nn.Module`s that name their head (`head_modules`) and adapt to the shape of the samples.
 
-Besides those that come with fedstill there are timm's (`timm:NAME`), those of transformers (`hf:NAME`, `hf:FOLDER`) and code of one's
-own (`net.py:Net`, `package.module:Net`).
+Besides those that come with fedstill there are timm's (`timm:NAME`), those of transformers (`hf:NAME`, `hf:FOLDER`) and code of
+one's own (`net.py:Net`, `package.module:Net`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Import torchvision, which timm and transformers ask for, also where it is one for another build of torch.
 
-Its compiled operators cannot be loaded there, as with PyPI's torchvision beside a torch for CPUs only, and importing it fails on the
-two operators that it describes without looking. Nothing here calls them: they are declared, and the rest is imported all the same.
+Its compiled operators cannot be loaded there, as with PyPI's torchvision beside a torch for CPUs only, and importing it fails on
+the two operators that it describes without looking. Nothing here calls them: they are declared, and the rest is imported.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def import_torchvision() -> None:
             raise
         for module in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
             del sys.modules[module]
-        library = torch.library.Library("torchvision", "FRAGMENT")
+        library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
         for operator, signature in DESCRIBED.items():
-            library.define(operator + signature)
+            library.define(operator + signature)  # type: ignore[no-untyped-call]
         _declared.append(library)
         importlib.import_module("torchvision")

@@ -77,7 +77,9 @@ def build(source: str, shape: Sequence[int], classes: int, arguments: Mapping[st
         if pad is not None and hasattr(config, "pad_token_id"):
             config.pad_token_id = pad
         _check(full, transformers, config, shape)
-        auto = transformers.AutoModelForImageClassification if images else transformers.AutoModelForSequenceClassification
+        auto = (
+            transformers.AutoModelForImageClassification if images else transformers.AutoModelForSequenceClassification
+        )
         folder = Path(source).expanduser()
         if folder.is_dir() and (folder / "model.safetensors").exists():
             model = _pretrained(full, auto, folder, config)
@@ -135,7 +137,9 @@ def _check(full: str, transformers: ModuleType, config: Any, shape: Sequence[int
     """Refuse samples that the model does not take."""
     images = len(shape) == 3
     kind = "IMAGE" if images else "SEQUENCE"
-    if len(shape) not in (1, 3) or type(config) not in getattr(transformers, f"MODEL_FOR_{kind}_CLASSIFICATION_MAPPING"):
+    if len(shape) not in (1, 3) or type(config) not in getattr(
+        transformers, f"MODEL_FOR_{kind}_CLASSIFICATION_MAPPING"
+    ):
         what = "×".join(map(str, shape))
         right = f"a model that classifies samples of shape {what}: sequences of ids have one axis, images three"
         raise InputError("model", full, right)

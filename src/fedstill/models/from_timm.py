@@ -13,7 +13,13 @@ from ..core.errors import InputError, first_line, nearest
 from .beside_torchvision import import_torchvision
 
 MISSING = "installed to take models of timm: pip install 'fedstill[vision]'"
-FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")  # downloads and pickles
+FETCHING = (
+    "pretrained",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+    "checkpoint_path",
+    "cache_dir",
+)  # downloads and pickles
 
 
 def build(name: str, shape: Sequence[int], classes: int, arguments: Mapping[str, Any]) -> nn.Module:

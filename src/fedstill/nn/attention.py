@@ -32,7 +32,9 @@ def attend(
         ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         closed = ahead if closed is None else closed | ahead
     if closed is not None:
-        scores = scores.masked_fill(closed, torch.finfo(scores.dtype).min)  # not −∞, of which a whole row has no gradient
+        scores = scores.masked_fill(
+            closed, torch.finfo(scores.dtype).min
+        )  # not −∞, of which a whole row has no gradient
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
     if closed is not None:
         weights = weights.masked_fill(closed.all(-1, keepdim=True), 0)

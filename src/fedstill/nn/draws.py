@@ -1,8 +1,8 @@
 """The random numbers of one pass through a model, from a key in place of torch's generator.
 
-The n-th draw of a pass depends on (key, n, sample, place in the sample) alone, so it is the same on every device, in both engines,
-and whether a batch is padded or not. Which axis of a draw has the samples is seen when a model is probed (`axes`); it is the first
-where nothing is known. What is drawn here is what models draw in training: dropout of all kinds, stochastic depth, noise.
+The n-th draw of a pass depends on (key, n, sample, place in the sample) alone, so it is the same on every device, in both
+engines, and whether a batch is padded or not. Which axis of a draw has the samples is seen when a model is probed (`axes`); it is
+the first where nothing is known. Drawn here is what models draw in training: dropout of all kinds, stochastic depth, noise.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Draws:
         if p == 1:
             return input * 0
         keep = self.keeps(p, shape).to(input.dtype)
-        scale = ((1 - p) * (1 + p * SELU_FLOOR**2)) ** -0.5
+        scale: float = ((1 - p) * (1 + p * SELU_FLOOR**2)) ** -0.5
         return scale * (input * keep + SELU_FLOOR * (1 - keep)) - scale * p * SELU_FLOOR
 
     def rrelu(

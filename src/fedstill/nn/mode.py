@@ -229,7 +229,7 @@ def _never(*args: Any) -> bool:
 
 @functools.cache
 def _open(func: types.FunctionType) -> types.FunctionType:
-    """Return a function of torch's without its own check for overrides, which would call the mode again with the function itself."""
+    """Return a function of torch's without its check for overrides, which would call the mode again with the same function."""
     names = {name: _never for name in func.__code__.co_names if name.startswith("has_torch_function")}
     copied = types.FunctionType(func.__code__, {**func.__globals__, **names}, func.__name__, func.__defaults__)
     copied.__kwdefaults__ = func.__kwdefaults__

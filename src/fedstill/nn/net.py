@@ -15,7 +15,9 @@ function mode (`mode.py`), active only where the model needs it, replaces some o
 
 Which of these apply is an `Execution`, fixed when a view of the net is made (`Net.under`).
 
-The output may be a tensor, what has `.logits`, a mapping with "logits", or a tuple that begins with it. Running statistics are updated in place on the tensors that were passed in; callers pass copies.
+The output may be a tensor, what has `.logits`, a mapping with "logits", or a tuple that begins with it.
+
+Running statistics are updated in place on the tensors that were passed in; callers pass copies.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from ..core.tree import Params
 from .channels import Channels, follow
 from .mode import AS_WRITTEN, Execution, ExecutionMode, transformed
 from .pool_first import Forward, pool_first
-from .watch import Watch, hidden_buffers, logits_of, samples_axes
+from .probe import logits_of, look
+from .watch import Watch
 
 Slot: TypeAlias = tuple[str, dict[str, Tensor | None], str]
 FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
@@ -255,66 +258,20 @@ class Net:
         forward = self._rewritten.get(train) if submodule is None and not as_written else None
         call = module if forward is None else functools.partial(forward, module)
         if mode is None:
-            return logits_of(call(x))
+            return logits_of(call(x))  # type: ignore[no-any-return]
         with mode:
-            out = logits_of(call(x))
+            out: Tensor = logits_of(call(x))
         return out.to(self.dtype) if self.execution.bf16 else out
 
     # ---- before any work -----------------------------------------------------------------------------------------------
     def probe(self, x: Tensor, classes: int) -> None:
-        """Run one and two samples through the model and refuse what cannot be trained reproducibly, before any work.
+        """Run one and two samples through the model and refuse what cannot be trained reproducibly, before any work."""
+        seen = look(self, x, classes, self.dtype)
+        self.example, self.outputs, self.axes = seen.example, seen.outputs, seen.axes
+        self.has_draws, self.has_composites = seen.draws, seen.composites
+        self.has_batchnorm = self.has_batchnorm or seen.norms  # also one that a forward pass calls by itself
 
-        Whole numbers are given to the model as they are, as ids; to one that does not take them, as numbers (`example`).
-        """
-        pair = torch.cat([x[:1], x[:1]]) if len(x) < 2 else x[:2]
-        if pair.is_floating_point():
-            self._probe(pair, classes)
-            return
-        try:
-            self._probe(pair, classes)
-        except InputError as refusal:
-            if not isinstance(refusal.__cause__, RuntimeError):  # which is what layers of floating numbers say of ids
-                raise
-            try:
-                self._probe(pair.to(self.dtype), classes)
-            except InputError:
-                raise refusal from None
-
-    def _probe(self, pair: Tensor, classes: int) -> None:
-        name, device = Shown(type(self.module).__name__), pair.device
-        hidden = hidden_buffers(self._training)
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
-            try:
-                logits, watch = self._pass(pair, True)
-                lone, watch_lone = self._pass(pair[:1], True)
-                (scored, eyed), (alone, _) = self._pass(pair, False), self._pass(pair[:1], False)
-            except InputError:
-                raise
-            except Exception as error:
-                shape, kind = "×".join(map(str, pair.shape[1:])), "" if pair.is_floating_point() else " of ids"
-                right = f"a model that takes samples{kind} of shape {shape} ({first_line(error)})"
-                raise InputError("model", name, right) from error
-        for rows, out in ((2, logits), (1, lone), (2, scored), (1, alone)):
-            if not isinstance(out, Tensor) or out.ndim != 2 or len(out) != rows or out.shape[1] < classes:
-                got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-                right = f"a model with an output of shape [batch, {classes}]"
-                raise InputError("model", Shown(f"{name} with output {got} for {rows} samples"), right)
-        slack = 1e-9 if scored.dtype == torch.float64 else 1e-3
-        if (scored[:1] - alone).abs().max() > slack * (1 + alone.abs().max()):
-            right = (
-                "one whose evaluation takes each sample by itself (BatchNorm with track_running_stats=True, for one)"
-            )
-            raise InputError("model", name, right)
-        changed = [n for n, v in hidden_buffers(self._training).items() if not torch.equal(v, hidden[n])]
-        if changed:
-            right = "persistent if training changes it: what a state dict leaves out would be lost"
-            raise InputError("model", Shown(f"buffer {changed[0]}"), right)
-        self.example, self.outputs = pair, int(logits.shape[1])
-        self.has_draws, self.axes = bool(watch.draws.shapes), samples_axes(watch.draws.shapes, watch_lone.draws.shapes)
-        self.has_composites = watch.composites + eyed.composites > 0
-        self.has_batchnorm = self.has_batchnorm or watch.norms > 0  # also one that a forward pass calls by itself
-
-    def _pass(self, x: Tensor, train: bool) -> tuple[Any, Watch]:
+    def watched(self, x: Tensor, train: bool) -> tuple[Any, Watch]:
         """Run a pass from the initial weights under a watch; return the output and the watch."""
         params = self.initial()
         watch = Watch(torch.zeros((), dtype=torch.int64, device=x.device) if train else None, x.device)
@@ -325,6 +282,11 @@ class Net:
                 right = "updated in place (copy_, mul_, add_): an assignment in forward would be lost"
                 raise InputError("model", Shown(f"buffer {name}"), right)
         return out, watch
+
+    def hidden(self) -> Params:
+        """Return copies of the buffers that a state dict leaves out, as training passes left them."""
+        state = set(self._training.state_dict())
+        return {name: value.clone() for name, value in self._training.named_buffers() if name not in state}
 
     def twin(self, dtype: torch.dtype) -> Net:
         """Return the same model in another precision, with what `probe` has found."""

@@ -1,8 +1,8 @@
 """Recurrent layers step by step, in operations that `torch.func.vmap` takes; they equal torch's own to rounding.
 
-    LSTM   i, f, g, o = W_ih·x + b_ih + W_hh·h + b_hh     c ← σ(f)∘c + σ(i)∘tanh(g)    h ← σ(o)∘tanh(c)  (W_hr·h with a projection)
-    GRU    r, z = σ(…)    n = tanh(W_in·x + b_in + r∘(W_hn·h + b_hn))                  h ← (1 − z)∘n + z∘h
-    RNN    h ← tanh(…), or ReLU
+LSTM   i, f, g, o = W_ih·x + b_ih + W_hh·h + b_hh    c ← σ(f)∘c + σ(i)∘tanh(g)    h ← σ(o)∘tanh(c), projected: W_hr·h
+GRU    r, z = σ(…)    n = tanh(W_in·x + b_in + r∘(W_hn·h + b_hn))    h ← (1 − z)∘n + z∘h
+RNN    h ← tanh(…), or ReLU
 """
 
 from __future__ import annotations
@@ -74,11 +74,12 @@ def cell(
 
 def _scan(kind: Kind, x: Tensor, state: State, weights: Sequence[Tensor], biased: bool) -> tuple[Tensor, State]:
     """Return a layer's outputs in one direction, and its last state."""
-    w_ih, w_hh, *rest = weights
-    b_ih, b_hh, *rest = rest if biased else (None, None, *rest)
+    w_ih, w_hh = weights[:2]
+    b_ih, b_hh = weights[2:4] if biased else (None, None)
+    projection = weights[-1] if len(weights) % 2 else None
     outputs = []
     for step in F.linear(x, w_ih, b_ih).unbind(0):
-        state = _next(kind, step, F.linear(state[0], w_hh, b_hh), state, rest[0] if rest else None)
+        state = _next(kind, step, F.linear(state[0], w_hh, b_hh), state, projection)
         outputs.append(state[0])
     return torch.stack(outputs), state
 

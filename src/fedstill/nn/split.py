@@ -18,8 +18,8 @@ def by_head(module: nn.Module, head: str | Sequence[str] | None) -> Split | None
     """Divide a model at its head: the modules named by `head`, or those the model itself names.
 
     A model names its head by an attribute `head_modules` (a name or several), by `get_classifier()` as timm's do, by calling a
-    module `head`, or by calling the last one with parameters what torchvision and transformers call it (`LAST`). None where it does
-    not: then only methods that need no head can run.
+    module `head`, or by calling the last one with parameters what torchvision and transformers call it (`LAST`). None where it
+    does not: then only methods that need no head can run.
     """
     names = _head_names(module, head)
     if names is None:

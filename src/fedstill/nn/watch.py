@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import InputError, Shown
-from ..core.tree import Params
 from .draws import NoKey
 from .mode import AS_WRITTEN, ExecutionMode
 
@@ -28,13 +27,13 @@ class Watch(ExecutionMode):
         self.path: list[tuple[str, nn.Module]] = []  # the modules that are being executed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = _torch_state(self.device)
+        before = _torch_states(self.device)
         name = getattr(func, "__name__", str(func))
         try:
             out = super().__torch_function__(func, types, args, kwargs)
         except NoKey:
             raise self._refusal(f"torch's {name}", "in evaluation") from None
-        if not torch.equal(before, _torch_state(self.device)):
+        if not all(map(torch.equal, before, _torch_states(self.device))):
             raise self._refusal(f"torch's {name}", "which has no keyed form")
         return out
 
@@ -83,53 +82,19 @@ class Watch(ExecutionMode):
         return InputError("model", shown, f"free of randomness without a key: it draws by {draws}, {why}; {remedy}")
 
 
-def samples_axes(pair: Sequence[tuple[int, ...]], alone: Sequence[tuple[int, ...]]) -> dict[int, int]:
-    """Return which axis of each draw has the samples, by the shapes drawn for two samples and for one; the first is left out.
-
-    >>> samples_axes([(2, 5), (7, 2, 3), (4, 4)], [(1, 5), (7, 1, 3), (4, 4)])
-    {2: 1}
-    """
-    axes: dict[int, int] = {}
-    for number, (two, one) in enumerate(zip(pair, alone, strict=False), start=1):
-        differing = [axis for axis, (a, b) in enumerate(zip(two, one, strict=False)) if a != b]
-        if len(two) == len(one) and len(differing) == 1 and differing[0]:
-            axes[number] = differing[0]
-    return axes
-
-
-def logits_of(out: Any) -> Any:
-    """Return the scores of the classes in a model's output: `.logits`, the entry "logits", or the first of a tuple.
-
-    >>> logits_of({"loss": None, "logits": 1}), logits_of((2, 3)), logits_of(4)
-    (1, 2, 4)
-    """
-    if isinstance(out, Tensor):
-        return out
-    if isinstance(out, Mapping):
-        return out.get("logits", out)
-    found = getattr(out, "logits", None)
-    if found is not None:
-        return found
-    return out[0] if isinstance(out, tuple | list) and out else out
-
-
-def hidden_buffers(module: nn.Module) -> Params:
-    """Return copies of the buffers that a state dict leaves out."""
-    state = set(module.state_dict())
-    return {name: value.clone() for name, value in module.named_buffers() if name not in state}
-
-
 def _check_ids(name: str, part: nn.Embedding | nn.EmbeddingBag, ids: Tensor) -> None:
     """Refuse ids that an embedding does not have; on a GPU the failure itself could not be caught."""
     low, high = (int(end) for end in torch.aminmax(ids)) if ids.numel() else (0, 0)
     if ids.is_floating_point() or 0 <= low <= high < part.num_embeddings:
         return
     wrong = low if low < 0 else high
-    raise InputError("data", Shown(f"the id {wrong}"), f"from 0 to {part.num_embeddings - 1}, as {name} of the model has")
+    raise InputError(
+        "data", Shown(f"the id {wrong}"), f"from 0 to {part.num_embeddings - 1}, as {name} of the model has"
+    )
 
 
-def _torch_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+def _torch_states(device: torch.device) -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def _other_states() -> tuple[Any, ...]:

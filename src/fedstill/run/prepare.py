@@ -97,9 +97,7 @@ def from_experiment(experiment: Experiment, federation: Federation | None = None
         right = "a data set: this run was made in Python; the same call of simulate() with resume=True goes on with it"
         raise InputError("data", experiment.data, right)
     federation = _with_external(federation or federation_of(experiment), experiment)
-    model = models.build(
-        experiment.model, federation.shape, federation.classes, experiment.seed, experiment.model_args
-    )
+    model = models.build(experiment.model, federation.shape, federation.classes, experiment.seed, experiment.model_args)
     if experiment.weights:
         weights.load(model, experiment.weights, by_head(model, experiment.head or None))
     sim = prepare(experiment.method, model, federation, experiment.head or None, experiment.training())
