@@ -152,8 +152,9 @@ def _check(full: str, transformers: ModuleType, config: Any, shape: Sequence[int
 def _pretrained(full: str, auto: Any, folder: Path, config: Any) -> nn.Module:
     """Load a folder's weights; a head that is not in them or has another size starts anew, and a line says so."""
     logging = importlib.import_module("transformers.utils.logging")
-    before = logging.get_verbosity()
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         model, about = auto.from_pretrained(
             str(folder), config=config, local_files_only=True, use_safetensors=True, ignore_mismatched_sizes=True,
@@ -161,6 +162,8 @@ def _pretrained(full: str, auto: Any, folder: Path, config: Any) -> nn.Module:
         )  # fmt: skip
     finally:
         logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()
     anew = sorted({*about["missing_keys"], *(entry[0] for entry in about["mismatched_keys"])})
     body = [name for name in anew if name.startswith(f"{model.base_model_prefix}.") and ".pooler." not in name]
     if body:

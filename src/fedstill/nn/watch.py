@@ -41,6 +41,7 @@ class Watch(ExecutionMode):
     def over(self, module: nn.Module) -> Iterator[None]:
         """Follow which of a module's parts are executed, within."""
         start, handles = _other_states(), []
+        python, numpy = random.getstate(), np.random.get_state()
         self.path = [("", module)]
 
         def enter(name: str) -> Any:
@@ -64,7 +65,8 @@ class Watch(ExecutionMode):
             if _other_states() != start:
                 raise self._refusal("random or numpy.random", "which have no keys")
         finally:
-            random.setstate(start[0])
+            random.setstate(python)
+            np.random.set_state(numpy)
             for handle in handles:
                 handle.remove()
 
@@ -98,5 +100,6 @@ def _torch_states(device: torch.device) -> list[Tensor]:
 
 
 def _other_states() -> tuple[Any, ...]:
-    kind, words, *rest = np.random.get_state(legacy=True)
-    return random.getstate(), kind, words.tobytes(), *rest  # type: ignore[union-attr]
+    """Return the states of Python's generator and of numpy's global one, to compare."""
+    state = np.random.get_state(legacy=False)
+    return random.getstate(), state["state"]["key"].tobytes(), state["state"]["pos"], state["has_gauss"]
