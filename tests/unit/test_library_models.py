@@ -19,6 +19,7 @@ from fedstill.core.errors import InputError
 from fedstill.models import beside_torchvision, weights
 from fedstill.models.arguments import parse
 from fedstill.nn.split import by_head
+from fedstill.run.export import export
 
 from ..problems import SETTINGS, distance, states
 
@@ -201,6 +202,33 @@ def test_torchvision_is_imported_without_its_operators() -> None:
 def test_arguments_are_read() -> None:
     assert parse("") == {}
     assert parse("a=(1, 2),b=x=y,c=-1e-3,d=None") == {"a": (1, 2), "b": "x=y", "c": -1e-3, "d": None}
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt2"])
+def test_a_model_of_transformers_is_exported(suffix: str, trained_bert: fs.Run, tmp_path: Path) -> None:
+    """Its output is no tensor, and its positions are a buffer outside of the state."""
+    assert export(trained_bert, tmp_path / f"model.{suffix}", 0).difference < 1e-6
+
+
+def bert_run(**changes) -> fs.Run:
+    g = np.random.default_rng(0)
+    sites = [(g.integers(0, 12, (n, 5)), g.integers(0, 3, n)) * 2 for n in (5, 3)]
+    model = models.build("hf:bert", (5,), 3, 0, f"{WORDS},num_hidden_layers=1,initializer_range=0.5,pad=0")
+    data = fs.Federation.from_arrays(sites, classes=3)
+    return fs.simulate(fs.FedAvg(), model=model, data=data, rounds=1, epochs=1, **changes)
+
+
+@pytest.fixture(scope="module")
+def trained_bert() -> fs.Run:
+    return bert_run()
+
+
+@pytest.mark.parametrize("engine", ["one", "stacked"])
+def test_bfloat16_products_of_a_transformer(engine: str, trained_bert: fs.Run) -> None:
+    """Where a mask has made attention's weights float32, its values are bfloat16."""
+    assert bert_run(precision="bf16", engine=engine).history[0]["loss"] == pytest.approx(
+        trained_bert.history[0]["loss"], rel=0.02
+    )
 
 
 # ---- weights from a file -------------------------------------------------------------------------------------------------------

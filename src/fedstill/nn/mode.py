@@ -69,6 +69,12 @@ class ExecutionMode(TorchFunctionMode):
         """Apply a linear layer, in bfloat16 if `bf16` is set."""
         return F.linear(*self._low(input, weight, bias))  # type: ignore[arg-type]
 
+    def product(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Multiply matrices, one of which may be in bfloat16 if `bf16` is set."""
+        if self.bf16 and len({factor.dtype for factor in args}) > 1:
+            args = tuple(self._low(*args))
+        return func(*args, **kwargs)  # type: ignore[no-any-return]
+
     def conv2d(
         self,
         input: Tensor,
@@ -137,6 +143,7 @@ class ExecutionMode(TorchFunctionMode):
         if recurrent.is_packed(args):
             return func(input, *args)
         state, weights, biased, depth, dropout, train, bidirectional, batch_first = args
+        input = input.to(weights[0].dtype)
         if not self.plain and not (dropout and train and depth > 1):
             return func(input, *args)
         return recurrent.layers(
@@ -147,6 +154,7 @@ class ExecutionMode(TorchFunctionMode):
     def cell(self, func: Any, *args: Any) -> Any:
         """Run a recurrent cell."""
         self.composites += 1
+        args = (args[0].to(args[2].dtype), *args[1:])
         return recurrent.cell(recurrent.CELLS[func], *args) if self.plain else func(*args)
 
     def within(self, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -255,6 +263,10 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: ExecutionMode.attention,
     torch._nested_tensor_from_mask_left_aligned: _no_nesting,
     **{func: _drawn(handler) for func, handler in draws.HANDLERS.items()},
+    **{
+        func: _with(ExecutionMode.product, func)
+        for func in (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
+    },
     **{func: _with(ExecutionMode.recurrent, func) for func in recurrent.KINDS},
     **{func: _with(ExecutionMode.cell, func) for func in recurrent.CELLS},
     **{func: _with(ExecutionMode.within, func) for func in (F.multi_head_attention_forward, F.gumbel_softmax)},
