@@ -19,7 +19,7 @@ from ..core.tree import Params, Tree
 from ..data import Federation
 from ..data.outline import Outline
 from ..data.poison import poisoned
-from ..edge.data_manager import DataManager, join
+from ..edge.data_manager import DataManager, join, on_device
 from ..engine.bench import Bench, threads
 from ..engine.trainer import Trainer
 from ..models import weights
@@ -139,8 +139,12 @@ def prepare(
         root, federation = root_of(federation, training.root_samples, seed)
     if attack is not None and training.attack in POISONS:
         federation = poisoned(federation, attack.kind, attack.clients, attack.strength, seed, training.backdoor_target)
-    net.probe(_example(federation, device, dtype), federation.classes)
-    manager = DataManager(federation, device, net.example.dtype)
+    ids = not federation.clients[0].x_train.is_floating_point()
+    if ids:
+        net.probe(_extremes(federation, device), federation.classes)
+    manager = on_device(federation, device, net.example.dtype if ids else dtype)
+    if not ids:
+        net.probe(_example(manager, federation), federation.classes)
     task = Task(
         net=net,
         split=split,
@@ -183,17 +187,17 @@ def prepare(
     )  # fmt: skip
 
 
-def _example(federation: Federation, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Return two samples: of ids, those with the lowest and the highest one, so that a vocabulary too small is found now.
+def _example(manager: DataManager, federation: Federation) -> torch.Tensor:
+    """Return two samples; zeros where this process holds none, as a hub whose sites keep their data."""
+    x = manager.train.x[:2]
+    return x if len(x) else x.new_zeros((2, *federation.shape))
 
-    Zeros where this process holds none, as a hub whose sites keep their data.
-    """
-    own = [x for c in federation.clients for x in (c.x_train, c.x_test, c.x_val) if x is not None and len(x)]
-    if not own:
-        return torch.zeros((2, *federation.shape), dtype=federation.clients[0].x_train.dtype).to(device)
-    if own[0].is_floating_point():
-        return own[0][:2].to(device, dtype)
-    every = torch.cat(own)
+
+def _extremes(federation: Federation, device: torch.device) -> torch.Tensor:
+    """Return the samples with the lowest and the highest id, so that too small a vocabulary is found before any work."""
+    every = torch.cat([x for c in federation.clients for x in (c.x_train, c.x_test, c.x_val) if x is not None])
+    if not len(every):
+        return every.new_zeros((2, *federation.shape)).to(device)
     low, high = torch.aminmax(every.flatten(1), dim=1)
     return every[[int(low.argmin()), int(high.argmax())]].to(device)
 
