@@ -257,10 +257,9 @@ class Net:
         module = submodule or (self._training if train else self._evaluating)
         forward = self._rewritten.get(train) if submodule is None and not as_written else None
         call = module if forward is None else functools.partial(forward, module)
-        if mode is None:
-            return logits_of(call(x))  # type: ignore[no-any-return]
-        with mode:
-            out: Tensor = logits_of(call(x))
+        with contextlib.nullcontext() if mode is None else mode:
+            out = call(x)
+        out = out if isinstance(out, Tensor) else logits_of(out)
         return out.to(self.dtype) if self.execution.bf16 else out
 
     # ---- before any work -----------------------------------------------------------------------------------------------
