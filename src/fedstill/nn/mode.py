@@ -54,6 +54,7 @@ class ExecutionMode(TorchFunctionMode):
         super().__init__()
         self.draws, self.mask = Draws(key, axes), mask
         self.norms = self.composites = 0  # how many BatchNorms, recurrent layers and attentions were met
+        self.statistics: list[Tensor] = []  # running statistics that were met in training
         self.limits, self.bf16, self.lowering = execution.winograd, execution.bf16, execution.lowering
         self.plain = execution.plain or transformed()
 
@@ -197,6 +198,8 @@ class ExecutionMode(TorchFunctionMode):
     ) -> Tensor:
         """Normalise; padding is left out of the statistics."""
         self.norms += 1
+        if training and running_mean is not None and running_var is not None:
+            self.statistics += [running_mean, running_var]
         plain = self.lowering is None and not self.bf16
         if plain and (not training or (self.mask is None and len(input) > 1)):
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)

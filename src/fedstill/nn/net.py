@@ -18,6 +18,10 @@ Which of these apply is an `Execution`, fixed when a view of the net is made (`N
 The output may be a tensor, what has `.logits`, a mapping with "logits", or a tuple that begins with it.
 
 Running statistics are updated in place on the tensors that were passed in; callers pass copies.
+
+What training never changes is in no tree: parameters that are frozen (`requires_grad` false) and buffers that a training pass
+leaves alone, as position ids. They exist once, as the skeleton's own tensors (`constants`). BatchNorm's statistics move wherever
+the layer is in training mode, as in torch: also where its weight and bias are frozen.
 """
 
 from __future__ import annotations
@@ -25,8 +29,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +38,12 @@ from torch import Tensor, nn
 from ..core.errors import InputError, Shown, first_line
 from ..core.tree import Params
 from .channels import Channels, follow
+from .constants import Constants, slots, written
 from .mode import AS_WRITTEN, Execution, ExecutionMode, transformed
 from .pool_first import Forward, pool_first
 from .probe import logits_of, look
 from .watch import Watch
 
-Slot: TypeAlias = tuple[str, dict[str, Tensor | None], str]
 FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
@@ -47,10 +51,14 @@ class Net:
     """The model as a function: `net(params, x, ...)`.
 
     `parameters` are the names that training may move, in `named_parameters()` order; `buffers` the other entries of the
-    state (running statistics, and parameters that the user froze). `params` dictionaries hold both.
+    state that a training pass changes (running statistics). `params` dictionaries hold both. `constants` are the rest of the
+    state, known once `probe` has looked; until then they are buffers.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, module: nn.Module, device: torch.device, dtype: torch.dtype, frozen: Collection[str] = ()
+    ) -> None:
+        """`frozen` names parameters that nobody trains, besides those whose `requires_grad` is false."""
         try:
             self.module = copy.deepcopy(module).to(device)
             complex_names = [n for n, v in self.module.state_dict().items() if v.numel() and v.is_complex()]
@@ -64,6 +72,9 @@ class Net:
         for tensor in (*self.module.parameters(), *self.module.buffers()):
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if name in frozen:
+                parameter.requires_grad_(False)
         self._training, self._evaluating = (copy.deepcopy(self.module).train(mode) for mode in (True, False))
         both = {True: self._training, False: self._evaluating}
         self._recurrent = {t: [p for p in m.modules() if isinstance(p, nn.RNNBase)] for t, m in both.items()}
@@ -73,9 +84,8 @@ class Net:
         for name, value in state.items():
             first.setdefault(id(value), name)
         self._tied = {name: first[id(value)] for name, value in state.items()}
-        self._slots = {train: _slots(m, self._tied) for train, m in both.items()}
-        self.buffers = tuple(n for n in state if self._tied[n] == n and n not in self.parameters)
-        self.names = tuple(n for n in state if self._tied[n] == n)
+        self._all_slots = {train: slots(m, self._tied) for train, m in both.items()}
+        self._settle(())
         norms = [m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.has_batchnorm = bool(norms)
         self.cumulative = any(m.momentum is None and m.track_running_stats for m in norms)
@@ -92,13 +102,31 @@ class Net:
         self._rewritten: dict[bool, Forward] = {}  # by training mode: what runs instead of the module's own forward
 
     def initial(self) -> Params:
-        """Return a copy of the weights that the module came with."""
+        """Return a copy of the weights that the module came with, without the constants."""
         state = self.module.state_dict()
         return {name: state[name].detach().clone() for name in self.names}
 
     def export(self, params: Params) -> Params:
         """Return a full state dict on the CPU for `module.load_state_dict` (tied weights under all their names)."""
-        return {name: params[source].detach().cpu().clone() for name, source in self._tied.items()}
+        full = {**self.constants, **params}
+        plain = torch.contiguous_format
+        return {n: full[source].detach().cpu().clone(memory_format=plain) for n, source in self._tied.items()}
+
+    # ---- constants ---------------------------------------------------------------------------------------------------
+    def _settle(self, constants: Collection[str]) -> None:
+        """Make these entries of the state constants: the tensors of `module`, which both skeletons share from now on."""
+        state = self.module.state_dict(keep_vars=True)
+        own = [name for name in state if self._tied[name] == name]
+        places = [slot for both in self._all_slots.values() for slot in both]
+        self.fixed = Constants({name: state[name] for name in own if name in constants}, places)
+        self.names = tuple(name for name in own if name not in self.constants)
+        self.buffers = tuple(name for name in self.names if name not in self.parameters)
+        self._slots = {train: [s for s in all if s[0] not in self.constants] for train, all in self._all_slots.items()}
+
+    @property
+    def constants(self) -> Params:
+        """The entries of the state that are in no tree."""
+        return self.fixed.tensors
 
     def channels(self) -> Channels:
         """Return the model's layers by channel; its graph is followed once."""
@@ -114,6 +142,8 @@ class Net:
         """
         view = copy.copy(self)
         view.execution, view._rewritten = execution, {}
+        for value in self.constants.values():
+            value.data = view.fast_layout(value.data)  # they stay the same tensors
         if execution.pool_first and self.outputs:
             for train in (True, False):
                 forward = rewrite(copy.deepcopy(self.module).train(train))
@@ -123,24 +153,25 @@ class Net:
 
     def _gives_the_same(self, train: bool, forward: Forward) -> bool:
         """Return whether output, gradients and buffers are the same bits as those of the module as it is written."""
-        written, trial = copy.copy(self), copy.copy(self)
-        written._rewritten, trial._rewritten = {}, {train: forward}
+        plain, trial = copy.copy(self), copy.copy(self)
+        plain._rewritten, trial._rewritten = {}, {train: forward}
         try:
-            expected, results = written._slopes(train), trial._slopes(train)
+            expected, results = plain._slopes(train), trial._slopes(train)
         except Exception:
             return False
         return all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
     def _slopes(self, train: bool) -> list[Tensor]:
         """Return, on an example from the initial weights, the output, gradients of a sum of it, and the state after it."""
-        with torch.enable_grad():
+        spare = self.fixed.copies_of_buffers()  # so that a wrong rewriting spoils nothing
+        with torch.enable_grad(), self.fixed.replaced({**self.constants, **spare}):
             params = {name: self.fast_layout(value) for name, value in self.initial().items()}
             weights = [params[name].requires_grad_() for name in self.parameters]
             key = torch.zeros((), dtype=torch.int64, device=self.device)
             out = self(params, self.example, train=train, key=key)
             uneven = torch.arange(out.numel(), device=out.device).cos().view_as(out).to(out.dtype)
             slopes = torch.autograd.grad((out * uneven).sum(), weights, allow_unused=True, materialize_grads=True)
-        return [out, *slopes, *params.values()]
+        return [out, *slopes, *params.values(), *spare.values()]
 
     def fast_layout(self, value: Tensor) -> Tensor:
         """Return an entry of the state in the memory layout in which convolutions are fastest; its values do not change."""
@@ -259,20 +290,24 @@ class Net:
         call = module if forward is None else functools.partial(forward, module)
         with contextlib.nullcontext() if mode is None else mode:
             out = call(x)
+        if self.fixed.buffers:
+            self.fixed.check()
         out = out if isinstance(out, Tensor) else logits_of(out)
         return out.to(self.dtype) if self.execution.bf16 else out
 
     # ---- before any work -----------------------------------------------------------------------------------------------
     def probe(self, x: Tensor, classes: int) -> None:
         """Run one and two samples through the model and refuse what cannot be trained reproducibly, before any work."""
+        self._settle(())
         seen = look(self, x, classes, self.dtype)
         self.example, self.outputs, self.axes = seen.example, seen.outputs, seen.axes
         self.has_draws, self.has_composites = seen.draws, seen.composites
         self.has_batchnorm = self.has_batchnorm or seen.norms  # also one that a forward pass calls by itself
+        self._settle(set(self.buffers) - seen.written)
 
     def watched(self, x: Tensor, train: bool) -> tuple[Any, Watch]:
         """Run a pass from the initial weights under a watch; return the output and the watch."""
-        params = self.initial()
+        params, before = self.initial(), self.initial()
         watch = Watch(torch.zeros((), dtype=torch.int64, device=x.device) if train else None, x.device)
         with watch.over(self._training if train else self._evaluating):
             out = self._forward(params, x, train, watch)
@@ -280,6 +315,7 @@ class Net:
             if owner[leaf] is not params[name]:
                 right = "updated in place (copy_, mul_, add_): an assignment in forward would be lost"
                 raise InputError("model", Shown(f"buffer {name}"), right)
+        watch.written = written(self.buffers, before, params, watch.statistics)
         return out, watch
 
     def hidden(self) -> Params:
@@ -288,20 +324,13 @@ class Net:
         return {name: value.clone() for name, value in self._training.named_buffers() if name not in state}
 
     def twin(self, dtype: torch.dtype) -> Net:
-        """Return the same model in another precision, with what `probe` has found."""
-        net = Net(self.module, self.device, dtype)
-        net.has_draws, net.has_composites, net.axes, net.outputs = (
-            self.has_draws, self.has_composites, self.axes, self.outputs,
-        )  # fmt: skip
-        return net
-
-
-def _slots(module: nn.Module, tied: dict[str, str]) -> list[Slot]:
-    """Return for each entry of the state its name, the dictionary of the module that owns it, and the key there."""
-    slots: list[Slot] = []
-    modules = dict(module.named_modules(remove_duplicate=False))
-    for name in module.state_dict(keep_vars=True):
-        path, _, leaf = name.rpartition(".")
-        owner = modules[path]
-        slots.append((tied[name], owner._parameters if leaf in owner._parameters else owner._buffers, leaf))
-    return slots
+        """Return a net of the same module in another precision, with the same constants and what `probe` has found."""
+        twin = Net(self.module, self.device, dtype)
+        twin.has_draws, twin.has_composites, twin.has_batchnorm = (
+            self.has_draws,
+            self.has_composites,
+            self.has_batchnorm,
+        )
+        twin.axes, twin.outputs = self.axes, self.outputs
+        twin._settle(self.constants)
+        return twin

@@ -36,6 +36,7 @@ class Seen:
     axes: dict[int, int]  # which axis of a draw has the samples, where not the first
     composites: bool  # whether there are attentions or recurrent layers
     norms: bool  # whether there are BatchNorms
+    written: set[str]  # the buffers that a pass writes to
 
 
 def look(model: Model, x: Tensor, classes: int, dtype: torch.dtype) -> Seen:
@@ -63,7 +64,7 @@ def _look(model: Model, pair: Tensor, classes: int) -> Seen:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         try:
             (logits, two), (lone, one) = model.watched(pair, True), model.watched(pair[:1], True)
-            (scored, evaluated), (alone, _) = model.watched(pair, False), model.watched(pair[:1], False)
+            (scored, evaluated), (alone, last) = model.watched(pair, False), model.watched(pair[:1], False)
         except InputError:
             raise
         except Exception as error:
@@ -90,6 +91,7 @@ def _look(model: Model, pair: Tensor, classes: int) -> Seen:
         axes=samples_axes(two.draws.shapes, one.draws.shapes),
         composites=two.composites + evaluated.composites > 0,
         norms=two.norms > 0,
+        written=two.written | one.written | evaluated.written | last.written,
     )
 
 

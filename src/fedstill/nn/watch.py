@@ -24,6 +24,7 @@ class Watch(ExecutionMode):
     def __init__(self, key: Tensor | None, device: torch.device) -> None:
         super().__init__(key, None, AS_WRITTEN)
         self.device = device
+        self.written: set[str] = set()  # the buffers that the pass wrote to
         self.path: list[tuple[str, nn.Module]] = []  # the modules that are being executed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
