@@ -13,7 +13,7 @@ import numpy as np
 
 from ..core.errors import InputError, Shown, can_be_shown, first_line, nearest
 from ..core.memory import in_words, require
-from .dataset import Array, Dataset, Ints, dataset, samples, targets
+from .dataset import Array, Dataset, Ints, dataset, same_kind, samples, targets
 from .files import npz, regular, wrong
 
 LABELS = ("label", "y")
@@ -43,7 +43,7 @@ def silo_set(name: str, folder: Path) -> Dataset | None:
         ys.append(y)
         if len(y) != len(x) or y.dtype.kind != "U":
             targets(str(path), y, len(x))
-        if xs[-1].shape[1:] != xs[0].shape[1:] or xs[-1].dtype != xs[0].dtype:
+        if xs[-1].shape[1:] != xs[0].shape[1:] or _are_bytes(xs[-1]) != _are_bytes(xs[0]):
             raise wrong(path, f"samples of {_describe(xs[0])} as in {files[0].name} (it has {_describe(xs[-1])})")
         tests.append(test)
     _check_columns([(path, header) for path, header in headers if header is not None])
@@ -52,8 +52,10 @@ def silo_set(name: str, folder: Path) -> Dataset | None:
         raise wrong(files[with_test.index(False)], f"with test_x and test_y as {files[with_test.index(True)].name} is")
     test_x = [samples(str(p), t[0]) for p, t in zip(files, tests, strict=True) if t is not None]
     for path, x in zip(files, test_x, strict=False):
-        if x.shape[1:] != xs[0].shape[1:] or x.dtype != xs[0].dtype:
+        if x.shape[1:] != xs[0].shape[1:] or _are_bytes(x) != _are_bytes(xs[0]):
             raise wrong(path, f"test samples of {_describe(xs[0])} (it has {_describe(x)})")
+    both = same_kind([*xs, *test_x])
+    xs, test_x = both[: len(xs)], both[len(xs) :]
     test_y = [targets(str(p), t[1], len(t[0])) for p, t in zip(files, tests, strict=True) if t is not None]
     labels = _class_names(files, ys)
     numbers = [numbered(path, y, len(x), labels) for path, x, y in zip(files, xs, ys, strict=True)]
@@ -89,6 +91,10 @@ def numbered(path: Path, y: Array, count: int, labels: Sequence[str]) -> Ints:
         if name not in labels:
             raise InputError(f"{path}, label", str(name), nearest(str(name), labels))
     return np.array([labels.index(name) for name in names], np.int64)[codes]
+
+
+def _are_bytes(x: Array) -> bool:
+    return x.dtype == np.uint8
 
 
 def _describe(x: Array) -> str:
