@@ -357,10 +357,8 @@ class Task:
 
     def redraw(self, batch: Batch, stream: int) -> Batch:
         """Draw another batch of the same size from the client's samples, without replacement, by the batch's key."""
-        site, device = self.here(), batch.y.device
-        ranks = plan.uniform_bits(batch.key, plan.DRAWS + stream, (len(site.index),))
-        real = torch.arange(len(site.index), device=device) < site.samples
-        index = torch.where(real, ranks, 1 << 32).argsort(stable=True)[: len(batch.y)]
+        site = self.here()
+        index = drawn(batch.key, stream, len(site.index), site.samples)[: len(batch.y)]
         rows, key = site.index[index], plan.uniform_bits(batch.key, 2 * plan.DRAWS + stream, ()) >> 1
         return Batch(site.x[rows], site.y[rows], index, key, batch.mask)
 
@@ -396,6 +394,14 @@ class Task:
         if self.site is None:
             raise RuntimeError("this hook runs at the server, which has no client data")
         return self.site
+
+
+def drawn(key: Tensor, stream: int, rows: int, samples: Tensor | None = None) -> Tensor:
+    """Return a random order of a client's rows, by a step's key or by several (rows beyond its `samples` last)."""
+    ranks = plan.uniform_bits(key, plan.DRAWS + stream, (rows,))
+    if samples is not None:
+        ranks = torch.where(torch.arange(rows, device=key.device) < samples, ranks, 1 << 32)
+    return ranks.argsort(dim=-1, stable=True)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from torch.func import grad_and_value
 
 from ..core import tree
 from ..core.batch import Batch
+from ..core.closed import ClosedForm, Envelope
 from ..core.errors import InputError
 from ..core.method import Phase, Upload
 from ..core.settings import setting
@@ -88,6 +89,10 @@ class PFedMe(FedAvg, mean="uniform"):
         moved = {name: w[name] - task.lr * self.lam * (w[name] - theta[name]) for name in w}
         models = {"params": {**moved, **rest}, "theta": {**theta, **rest}}
         return {model: {name: state[name] for name in local[model]} for model, state in models.items()}, first
+
+    def closed_form(self, task: Task, local: Tree) -> ClosedForm:
+        """CE, in an envelope."""
+        return ClosedForm(nested=Envelope(self.lam, self.k, self.personal_lr, task.lr, "theta"))
 
     def _pull(self, task: Task, grad: Tensor, theta: Tensor, w: Tensor) -> Tensor:
         """∇f_B(θ) + λ·(θ − w), with weight decay."""
