@@ -205,7 +205,8 @@ def test_a_damaged_savepoint_has_the_round_begin_again(tmp_path: Path, monkeypat
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    life.left, again = -1, site.site_client()
+    life.left = -1
+    again = site.site_client()
     life.steps = 0
     reply = wire.decode(again.handle(order), Reply)
     assert life.steps == 3 * EPOCH

@@ -106,13 +106,17 @@ def _agreed(bench: Bench, layers: tuple[Layer, ...]) -> list[ClosedForm]:
     part = Part(Samples(x), y, (0,), (len(y),))
     task = dataclasses.replace(bench.task, net=net, round=ROUND, lr=RATE, weight_decay=DECAY)
     bench = dataclasses.replace(bench, task=task, plan=Plan(0, BATCH), data=Splits(part, part))
-    method, perceptron, forms = bench.method, Perceptron(layers, nested.LOOPS), []
-    task = bench.home(ROUND, 0, LAST)
+    try:
+        return _tried(bench, Perceptron(layers, nested.LOOPS))
+    except Exception:  # a hook's mistake: it is explained when the round begins
+        return []
+
+
+def _tried(bench: Bench, perceptron: Perceptron) -> list[ClosedForm]:
+    """Return the objectives of the phases that the loop trains; none if one of them is trained otherwise than by autograd."""
+    method, task, forms = bench.method, bench.home(ROUND, 0, LAST), []
     for phase in method.phases(task):
-        try:
-            local = _begun(method, bench, phase)
-        except Exception:  # a hook's mistake: it is explained when the round begins
-            return []
+        local = _begun(method, bench, phase)
         names = [name for name in bench.moving(phase)[0] if name in local[phase.model]]
         form = perceptron.form(method, task, local, phase, names, BATCH)
         if form is None:
@@ -136,7 +140,8 @@ def _begun(method: Method, bench: Bench, phase: Phase) -> Tree:
     if type(method).closed_form is not Method.closed_form:
         with torch.no_grad():
             down = method.send(task, method.init_server(task, first), 0)
-            local = method.begin(task, down, method.init_client(task, first))
+            memory = tree.fit_rows(method.init_client(task, first), method.per_sample, len(task.here().y))
+            local = method.begin(task, down, memory)
     moved: Params = {
         name: value + 0.1 * torch.arange(value.numel()).sin().view_as(value)
         for name, value in local[phase.model].items()
