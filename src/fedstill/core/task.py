@@ -115,6 +115,25 @@ def pick(params: Params, names: frozenset[str]) -> Params:
     return {name: value for name, value in params.items() if name in names}
 
 
+Objective: TypeAlias = Callable[[Params, Params], tuple[Tensor, Params]]  # (weights, buffers) → loss, new buffers
+Differentiate: TypeAlias = Callable[[Objective, Params, Params], tuple[Params, tuple[Tensor, Params]]]
+
+
+def by_func(objective: Objective, weights: Params, buffers: Params) -> tuple[Params, tuple[Tensor, Params]]:
+    """Differentiate by `torch.func`, so that it can run inside `vmap`."""
+    grads, result = grad_and_value(objective, has_aux=True)(weights, buffers)
+    return grads, result
+
+
+def by_autograd(objective: Objective, weights: Params, buffers: Params) -> tuple[Params, tuple[Tensor, Params]]:
+    """Differentiate by autograd, which is faster for a client by itself: kernels of our own take no wrapped tensors."""
+    leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
+    with torch.enable_grad():
+        loss, buffers = objective(leaves, buffers)
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(leaves, grads, strict=True)), (loss.detach(), tree.map(torch.detach, buffers))
+
+
 @dataclass(frozen=True)
 class Site:
     """One client's own training data, and how much work it does this round. Under `vmap` these are that client's slices."""
@@ -182,6 +201,7 @@ class Task:
     seed: int = 0
     average: Average = tree.mean
     private: SampleNoise | None = None  # how phases of "params" protect single samples; None: not
+    differentiate: Differentiate = by_func  # how hooks that ask for a gradient get it
 
     def at_site(self, site: Site) -> Task:
         """Return the task as a client with this data sees it."""
@@ -275,17 +295,18 @@ class Task:
             batch = Batch(x, y, index, zero, keep)
             return (value({**rest, **weights}, batch) * keep).sum()
 
-        total = {name: torch.zeros_like(params[name]) for name in self.net.parameters}
+        moving = self.trainable(params)
+        total = {name: torch.zeros_like(weight) for name, weight in moving.items()}
         positions = torch.arange(len(site.index), device=device)
         for where in torch.split(positions, SAMPLES if squared else CHUNK):
             rows = site.index[where]
-            inputs = (site.x[rows], site.y[rows], where, real[where])
+            inputs = {"x": site.x[rows], "y": site.y[rows], "index": where, "keep": real[where]}
             if squared:
                 each = vmap(grad(at), in_dims=(None, 0, 0, 0, 0))
-                grads = each(self.trainable(params), *(tensor.unsqueeze(1) for tensor in inputs))
+                grads = each(moving, *(tensor.unsqueeze(1) for tensor in inputs.values()))
                 grads = {name: g.square().sum(0) for name, g in grads.items()}
             else:
-                grads = grad(at)(self.trainable(params), *inputs)
+                grads, _ = self.differentiate(lambda weights, x: (at(weights, *x.values()), {}), moving, inputs)
             total = {name: total[name] + grads[name] for name in total}
         return {name: value / site.samples for name, value in total.items()}
 
@@ -308,7 +329,7 @@ class Task:
             return loss(state, batch), {name: state[name] for name in rest}
 
         weights = {name: value.detach() for name, value in self.trainable(params).items()}
-        grads, (value, buffers) = grad_and_value(at, has_aux=True)(weights, rest)
+        grads, (value, buffers) = self.differentiate(at, weights, rest)
         return grads, value, buffers
 
     def descend(self, weights: Params, grads: Params, momentum: Params) -> tuple[Params, Params]:

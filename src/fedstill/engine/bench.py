@@ -16,7 +16,7 @@ from ..core.method import Method, Phase
 from ..core.optim import SGD
 from ..core.plan import JointPlan, Length, Plan
 from ..core.secret import Secret
-from ..core.task import Absent, Site, Task
+from ..core.task import Absent, Site, Task, by_autograd
 from ..core.tree import Tree
 from ..data.samples import Part
 from ..nn.net import Net
@@ -225,6 +225,8 @@ class Bench:
             torch.tensor(n, dtype=self.net.dtype, device=train.y.device) for n in (train.sizes[client], steps)
         )
         task = self.at(round, Site(x, y, index, samples, made, when))
+        if task.private is None:  # whose gradients of single samples are taken inside vmap
+            task = dataclasses.replace(task, differentiate=by_autograd)
         return dataclasses.replace(task, lr=self.varied["lr"][client]) if "lr" in self.varied else task
 
 
