@@ -50,13 +50,18 @@ class Perceptron:
     """Trains a chain of layers. Buffers are reused for all phases and clients, so they stay in the cache."""
 
     def __init__(
-        self, layers: tuple[Layer, ...], nested: Mapping[type, type[Loop]] | None = None, many: int = MANY
+        self,
+        layers: tuple[Layer, ...],
+        constants: Params | None = None,
+        nested: Mapping[type, type[Loop]] | None = None,
+        many: int = MANY,
     ) -> None:
-        """`nested` are the loops for steps that are more than one step of SGD, by the class that describes them.
+        """`constants` are entries of the state that no client trains (see `Net.constants`).
 
-        `many` is how many clients at once are faster as a stack, if the model is small.
+        `nested` are the loops for steps that are more than one step of SGD, by the class that describes them; `many` is how many
+        clients at once are faster as a stack, if the model is small.
         """
-        self.layers, self.nested, self.many = layers, nested or {}, many
+        self.layers, self.constants, self.nested, self.many = layers, constants or {}, nested or {}, many
         self._loops: dict[object, Loop] = {}
 
     def form(
@@ -71,7 +76,7 @@ class Perceptron:
         if form is None or form.nested is None:
             return form
         loop, whole = self.nested.get(type(form.nested)), sum(1 + bool(layer.bias) for layer in self.layers)
-        inputs = local[phase.model][self.layers[0].weight].shape[1]
+        inputs = {**self.constants, **local[phase.model]}[self.layers[0].weight].shape[1]
         return form if loop is not None and len(moving) == whole and size <= loop.widest * inputs else None
 
     def train(
@@ -95,18 +100,19 @@ class Perceptron:
         """
         moving = frozenset(names)
         kind = Loop if form.nested is None else self.nested[type(form.nested)]
-        key = moving, sgd, x.dtype, kind, bool(form.pull)
+        key = moving, sgd, x.dtype, kind
+        whole = {**self.constants, **start}
         with torch.no_grad():
             if key not in self._loops:
-                self._loops[key] = kind(self.layers, start, moving, sgd)
+                self._loops[key] = kind(self.layers, whole, moving, sgd)
             loop = self._loops[key]
-            loop.load(start, form)
+            loop.load(whole, form)
             total, size = x.new_zeros(()), min(size, len(y))
             course, besides = kept if kept is not None else (None, {})
             count = 0
             if course is not None and course.halfway is not None:
                 past, count = course.halfway.state, course.done
-                loop.load({**start, **past["params"]}, form)
+                loop.load({**whole, **past["params"]}, form)
                 for velocity, value in zip(loop.velocity, past["momentum"].values(), strict=True):
                     velocity.copy_(value)
                 total += past["summed"]

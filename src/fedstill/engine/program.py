@@ -37,7 +37,8 @@ class Definition:
         live, places = batch.pop("live"), batch.pop("rows")
         samples = self.samples.over(source["x"])
         batch.update(x=samples[places], y=source["y"][places])
-        self.step(rows, batch, samples, source["y"], live)
+        with self.step.view.bench.net.fixed.replaced(source["constants"]):
+            self.step(rows, batch, samples, source["y"], live)
 
 
 def trace(definition: Definition, rows: Tree, tables: Tree, source: Tree, counter: Tensor) -> tuple[Any, list[str]]:
@@ -69,9 +70,7 @@ def build(
     inputs: list[Any] = [*tree.flatten({"rows": rows, "tables": tables, "source": source}).values(), counter]
     run: Callable[..., Any] = graph
     if level == "compiled":
-        from torch import _inductor
-
-        run = _inductor.compile(graph, inputs)
+        run = compile(graph, inputs)
     if device.type != "cuda":
 
         def replay() -> None:
@@ -92,6 +91,20 @@ def build(
         run(*inputs)
     torch.cuda.synchronize(device)
     return recorded.replay
+
+
+def compile(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
+    """Compile a graph by inductor, which keeps what it compiled on disk: the same graph is read from there.
+
+    Inductor looks in its cache only where there is an environment of symbolic shapes, although all shapes here are fixed.
+    """
+    from torch import _inductor
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
+        return _inductor.compile(graph, inputs)  # type: ignore[no-any-return]
 
 
 def levels(most: int) -> list[int]:

@@ -42,7 +42,7 @@ def recognise(bench: Bench, follow: Callable[[Net], tuple[Layer, ...]] | None = 
     if not forms:
         return None
     more = any(form.taught or form.pull for form in forms) and not any(form.nested for form in forms)
-    return Perceptron(layers, nested.LOOPS, TAUGHT if more else MANY)
+    return Perceptron(layers, net.constants, nested.LOOPS, TAUGHT if more else MANY)
 
 
 def _follow(net: Net) -> tuple[Layer, ...]:
@@ -57,8 +57,8 @@ def _follow(net: Net) -> tuple[Layer, ...]:
         layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks for layer in module.modules()
     )
     linear = [name for name, layer in module.named_modules() if type(layer) is nn.Linear]
-    known = {f"{name}.{leaf}" for name in linear for leaf in ("weight", "bias")}
-    if hooked or not linear or not set(net.names) <= known or any(type(layer) not in _PLAIN for layer in leaves):
+    known, state = {f"{name}.{leaf}" for name in linear for leaf in ("weight", "bias")}, {*net.names, *net.constants}
+    if hooked or not linear or not state <= known or any(type(layer) not in _PLAIN for layer in leaves):
         return ()
     try:
         graph = fx.symbolic_trace(module).graph
@@ -93,21 +93,21 @@ def _follow(net: Net) -> tuple[Layer, ...]:
 def _covers(layers: list[Layer], net: Net) -> bool:
     """Return whether every entry of the state is in exactly one layer, and the last layer's output is the model's."""
     used = [name for layer in layers for name in (layer.weight, layer.bias) if name is not None]
-    return bool(layers) and sorted(used) == sorted(net.names) and not layers[-1].relu
+    return bool(layers) and sorted(used) == sorted([*net.names, *net.constants]) and not layers[-1].relu
 
 
 def _agreed(bench: Bench, layers: tuple[Layer, ...]) -> list[ClosedForm]:
     """Return the objectives of the method's phases that the loop trains; none if it trains one of them not as autograd does."""
-    net = Net(bench.net.module, bench.net.device, torch.float64)
+    net = bench.net.twin(torch.float64)
     train = bench.data.train
     x, y = train.x[:SAMPLES].double(), train.y[:SAMPLES]
-    if not len(x) or x[0].numel() != net.initial()[layers[0].weight].shape[1]:
+    if not len(x) or x[0].numel() != net.module.get_parameter(layers[0].weight).shape[1]:
         return []
     part = Part(Samples(x), y, (0,), (len(y),))
     task = dataclasses.replace(bench.task, net=net, round=ROUND, lr=RATE, weight_decay=DECAY)
     bench = dataclasses.replace(bench, task=task, plan=Plan(0, BATCH), data=Splits(part, part))
     try:
-        return _tried(bench, Perceptron(layers, nested.LOOPS))
+        return _tried(bench, Perceptron(layers, net.constants, nested.LOOPS))
     except Exception:  # a hook's mistake: it is explained when the round begins
         return []
 

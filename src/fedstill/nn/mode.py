@@ -42,6 +42,7 @@ class ExecutionMode(TorchFunctionMode):
         super().__init__()
         self.key, self.mask = key, mask
         self.dropouts = self.norms = 0  # how many of them were met
+        self.statistics: list[Tensor] = []  # running statistics that were met in training
         self.limits, self.bf16, self.lowering = execution.winograd, execution.bf16, execution.lowering
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,7 +116,10 @@ class ExecutionMode(TorchFunctionMode):
             (v, v) if isinstance(v, int) else tuple(v) for v in (kernel_size, stride or kernel_size, padding, dilation)
         )
         adjacent = kernel == step and pad == (0, 0) and spread == (1, 1) and not ceil_mode and input.ndim == 4
-        if self.lowering is None or not adjacent or return_indices:
+        plain = (
+            self.lowering is None or not torch.is_grad_enabled()
+        )  # torch's own is faster where nothing is fused with it
+        if plain or not adjacent or return_indices:
             return F.max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)  # type: ignore[call-overload]
         return max_pool(input, kernel)
 
@@ -132,6 +136,8 @@ class ExecutionMode(TorchFunctionMode):
     ) -> Tensor:
         """Normalise; padding is left out of the statistics."""
         self.norms += 1
+        if training and running_mean is not None and running_var is not None:
+            self.statistics += [running_mean, running_var]
         plain = self.lowering is None and not self.bf16
         if plain and (not training or (self.mask is None and len(input) > 1)):
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)

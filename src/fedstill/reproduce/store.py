@@ -170,6 +170,10 @@ class Store:
         )
         self._write(experiment, scale, result, {"metrics": files.digest_of(journal.metrics)})
 
+    def forget_state(self, name: str) -> None:
+        """Remove the checkpoints of a run that is over: they may take gigabytes, and no cell is read from them."""
+        Journal(self.folder(name)).checkpoints.prune(())
+
     def fail(self, experiment: Experiment, scale: Scale, reason: str, command: str) -> None:
         """Write that an experiment cannot be run to its end, and why."""
         name = self.name(experiment, scale)

@@ -19,9 +19,10 @@ from ..core.tree import Params, Tree
 from ..data import Federation
 from ..data.outline import Outline
 from ..data.poison import poisoned
-from ..edge.data_manager import DataManager, join
+from ..edge.data_manager import DataManager, join, on_device
 from ..engine.bench import Bench, threads
 from ..engine.trainer import Trainer
+from ..nn import lora
 from ..nn.net import Net
 from ..nn.split import by_head
 from ..scores.external import with_external
@@ -60,6 +61,11 @@ class Simulation:
     def task(self) -> Task:
         """The setting of local work."""
         return self.trainer.bench.task
+
+    @property
+    def net(self) -> Net:
+        """The model."""
+        return self.trainer.bench.net
 
     def common_accuracy(self, trainer: Trainer, generic: Tree) -> float:
         """Return the generic model's accuracy on the common test set."""
@@ -125,7 +131,13 @@ def prepare(
         model = models.seeded(model, training.seed)
     if not isinstance(model, nn.Module):
         raise InputError("model", Shown(type(model).__name__), "an nn.Module, or a function that makes one")
-    net = Net(model, device, dtype)
+    if training.lora:
+        known = by_head(model, head)
+        if known is None:
+            right = "named, since LoRA trains it beside the adapters (or leaves it alone)"
+            raise InputError("head", Shown("(none)"), right)
+        model = lora.adapt(model, lora.Lora.parse(training.lora), known.modules, training.seed)
+    net = Net(model, device, dtype, method.freezes([name for name, _ in model.named_parameters()]))
     if not net.parameters:
         raise InputError("model", Shown(type(model).__name__), "a module with parameters that require a gradient")
     split = by_head(model, head)
@@ -136,7 +148,7 @@ def prepare(
         root, federation = root_of(federation, training.root_samples, seed)
     if attack is not None and training.attack in POISONS:
         federation = poisoned(federation, attack.kind, attack.clients, attack.strength, seed, training.backdoor_target)
-    manager = DataManager(federation, device, dtype)
+    manager = on_device(federation, device, dtype)
     net.probe(_example(manager, federation), federation.classes)
     task = Task(
         net=net,

@@ -80,6 +80,9 @@ class Start:
     resume: bool = False  # continue after the journal's newest checkpoint
     amended: str = ""  # the settings with which it goes on, where a flag has changed them
     callbacks: Sequence[Callback] = ()  # others that follow the run
+    final: bool = (
+        True  # whether the state after the last round is kept, from which models are loaded and more rounds made
+    )
 
 
 @dataclass(eq=False)
@@ -214,7 +217,9 @@ def _coordinator(
     if training.further_every:
         callbacks.append(FurtherCallback(sim, driver, trainer.name))
     if start.journal is not None:
-        callbacks.append(JournalCallback(start.journal, start.checkpoint_every, trainer.choices, stop, pace))
+        callbacks.append(
+            JournalCallback(start.journal, start.checkpoint_every, trainer.choices, stop, pace, start.final)
+        )
     if start.progress is not None:
         callbacks.append(ProgressCallback(start.progress))
     callbacks += start.callbacks
@@ -405,5 +410,7 @@ def _check_alike(a: Simulation, b: Simulation) -> None:
     if b.trainer.name != "stacked" or (a.newcomers and a.training.seed != b.training.seed):
         raise CannotStack("clients are not stacked" if b.trainer.name != "stacked" else "their newcomers differ")
     shapes = [{n: (tuple(v.shape), v.dtype) for n, v in sim.initial.items()} for sim in (a, b)]
+    if a.net.fixed.digest() != b.net.fixed.digest():
+        raise CannotStack("their frozen weights differ")
     if shapes[0] != shapes[1] or a.data.clients != b.data.clients:
         raise CannotStack("their models or their numbers of clients differ")
