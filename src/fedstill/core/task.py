@@ -134,7 +134,10 @@ def by_autograd(objective: Objective, weights: Params, buffers: Params) -> tuple
     leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
     with torch.enable_grad():
         loss, buffers = objective(leaves, buffers)
-    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    if loss.requires_grad:
+        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    else:  # it depends on no weight
+        grads = tuple(torch.zeros_like(weight) for weight in weights.values())
     return dict(zip(leaves, grads, strict=True)), (loss.detach(), tree.map(torch.detach, buffers))
 
 

@@ -203,7 +203,7 @@ class Loop:
 
     def __init__(self, layers: tuple[Layer, ...], like: Params, moving: frozenset[str], sgd: SGD) -> None:
         self.layers, self.sgd, self.form = layers, sgd, CROSS_ENTROPY
-        self.own, self.anchor = Weights(layers, like), Weights(layers, like)
+        self.own, self.anchor = Weights(layers, like), list[Tensor]()
         self.like, self.inputs, self.outputs = self.own.like, self.own.inputs, len(self.own.all[-1])
         self.weights = self.own.all
         self.moves = [layer.weight in moving for layer in layers]
@@ -220,7 +220,9 @@ class Loop:
         for velocity in self.velocity:
             velocity.zero_()
         if form.pull:
-            self.anchor.load({**start, **form.anchor})
+            anchor = Weights(self.layers, start)
+            anchor.load({**start, **form.anchor})
+            self.anchor = anchor.all
 
     def state(self) -> Params:
         """Return copies of the weights and biases that move, by name."""
@@ -291,7 +293,7 @@ class Loop:
     def update(self, i: int, slope: Tensor, a: Tensor, rows: int) -> None:
         """Take `SGD.update`'s step by the gradient slope·a / rows, fused with the product that computes it."""
         sgd, weight, pull = self.sgd, self.weights[i], self.form.pull
-        away = weight - self.anchor.all[i] if pull else weight
+        away = weight - self.anchor[i] if pull else weight
         if pull:
             self.pulled.add_(away.square().sum(), alpha=pull / 2)
         if not sgd.momentum:

@@ -124,20 +124,28 @@ def run_phase(
     if phase.enter is not None and not done and method.step is None:
         with torch.no_grad():
             local = phase.enter(task, local)
-    start: Params = local[phase.model]
-    names = [name for name in bench.moving(phase)[0] if name in start]
-    x, y = bench.data.train.of(client)
-    size = min(bench.plan.batch_size, len(y))
-    form = None if perceptron is None else perceptron.form(method, task, local, phase, names, size)
-    if perceptron is not None and form is not None:
-        orders, kept = _orders(bench, round, client, steps, done), None
-        if course is not None:
-            kept = course, {"local": local, "total": total}
-        keys = put(bench.plan.step_keys(round, client, steps), x.device)
-        trained, loss, inner = perceptron.train(start, names, bench.sgd(phase), x, y, orders, size, kept, form, keys)
-        total += loss
-        between = {form.nested.model: {**start, **inner}} if isinstance(form.nested, Envelope) else {}
-        return {**local, phase.model: trained, **between}
+    if perceptron is not None and phase.model in local:
+        start: Params = local[phase.model]
+        names = [name for name in bench.moving(phase)[0] if name in start]
+        size = min(bench.plan.batch_size, bench.data.train.sizes[client])
+        form = perceptron.form(method, task, local, phase, names, size)
+        if form is not None:
+            kept = None if course is None else (course, {"local": local, "total": total})
+            orders, keys = _orders(bench, round, client, steps, done), bench.plan.step_keys(round, client, steps)
+            trained, loss, inner = perceptron.train(
+                start,
+                names,
+                bench.sgd(phase),
+                *bench.data.train.of(client),
+                orders,
+                size,
+                kept,
+                form,
+                torch.from_numpy(keys),
+            )
+            total += loss
+            between = {form.nested.model: {**start, **inner}} if isinstance(form.nested, Envelope) else {}
+            return {**local, phase.model: trained, **between}
     if method.step is not None:
         step = Step(method, task, phase.loss or method.loss, phase.model != "params")
         for count, batch in enumerate(_batches(bench, round, client, steps, done), start=done + 1):
