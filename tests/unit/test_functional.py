@@ -210,12 +210,12 @@ class Coupled(nn.Module):
         if self.how == "batch mean" and self.training:
             self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
             x = x - x.mean(0)
-        if self.how == "sequence dropout":  # [time, batch, features]: a mask by position would see the batch's size
-            x = self.drop(x.unsqueeze(0).expand(2, -1, -1)).sum(0)
+        if self.how == "shuffled dropout":  # a mask whose samples are on no axis of their own sees the batch's size
+            x = self.drop(x.t().reshape(-1)).reshape(4, -1).t()
         return self.fc(x)
 
 
-@pytest.mark.parametrize("how", ["batch mean", "sequence dropout"])
+@pytest.mark.parametrize("how", ["batch mean", "shuffled dropout"])
 def test_a_model_that_padding_would_change_is_trained_one_by_one(how: str) -> None:
     with pytest.raises(fs.InputError, match="'one' for this model: its samples see one another"):
         run(fs.FedAvg(), data=ragged(), model=Coupled(how), engine="stacked")

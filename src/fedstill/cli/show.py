@@ -82,7 +82,11 @@ def models(argv: Sequence[str]) -> None:
     width = max(map(len, model_registry.MODELS))
     for name, (_, line) in model_registry.MODELS.items():
         say(f"{name:<{width}}  {line}")
-    say("\n'--model NAME' takes one; from Python, fedstill.simulate takes any nn.Module.")
+    for name, line in model_registry.OTHERS.items():
+        say(f"{name:<{width}}  {line}")
+    say(
+        "\n'--model NAME' takes one, with arguments by --model-args; from Python, fedstill.simulate takes any nn.Module."
+    )
 
 
 def data(argv: Sequence[str]) -> None:

@@ -12,9 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .. import models
 from ..core import own
 from ..core.errors import InputError, Shown, nearest
 from ..methods import METHODS, get, register
+from ..models import weights
 from ..report.text import Facts
 from ..run import prepare, simulation
 from ..run.experiment import Experiment, check_format
@@ -78,8 +80,10 @@ class Usage:
             if "out" in flag_values:
                 raise InputError("--no-out", Shown("given"), f"left out: --out is {flag_values['out']}")
             flag_values["out"] = NOWHERE
-        if own.is_reference(flag_values.get("model", "")):
-            flag_values["model"] = own.reference_of(own.load("--model", flag_values["model"]))
+        with flags.named(flag_values):
+            for name, settle in (("model", models.settled), ("weights", weights.settled)):
+                if flag_values.get(name):
+                    flag_values[name] = settle(flag_values[name])
         return flag_values, words
 
     def _with_own(self, argv: Sequence[str]) -> list[str]:

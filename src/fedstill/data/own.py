@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..core.errors import InputError, Shown, nearest
-from .dataset import Array, Dataset, Ints, samples, targets
+from .dataset import Array, Dataset, Ints, same_kind, samples, targets
 from .files import npz_samples, wrong
 from .images import SUFFIXES, decode, folders_in, images_in, is_class_folder
 from .outline import Outline
@@ -48,8 +48,8 @@ def read(path: str | Path, outline: Outline) -> Own:
             Shown(f"{place} with samples of shape {_shape(x.shape[1:])}"),
             f"samples of {_shape(outline.shape)}, as the run's",
         )
-    if x.dtype not in (np.uint8, np.float32):
-        x = x.astype(np.float32)
+    if x.dtype != np.uint8:
+        x = x.astype(np.int64 if outline.dtype == "int64" else np.float32)
     labels = np.zeros(len(x), np.int64) if y is None else y
     alike = Dataset("data", x, labels, outline.classes, mean=outline.mean, std=outline.std)
     return Own(alike.tensor(x), None if y is None else torch.from_numpy(y), where)
@@ -105,7 +105,7 @@ def _arrays(paths: Sequence[Path], outline: Outline) -> tuple[Array, Ints | None
     labelled = [y for y in ys if y is not None]
     if labelled and len(labelled) < len(ys):
         raise wrong(paths[ys.index(None)], "labelled as the other files of its folder are")
-    return np.concatenate(xs), np.concatenate(labelled) if labelled else None, tuple(where)
+    return np.concatenate(same_kind(xs)), np.concatenate(labelled) if labelled else None, tuple(where)
 
 
 def _csv(path: Path, outline: Outline) -> tuple[Array, Array | None]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..core.errors import InputError, Shown, first_line
 from ..core.memory import in_words, require
-from .dataset import Array, Dataset, dataset, samples, targets
+from .dataset import Array, Dataset, dataset, same_kind, samples, targets
 from .files import npz, regular, wrong
 
 LABELS = ("label", "y")
@@ -40,7 +40,7 @@ def silo_set(name: str, folder: Path) -> Dataset | None:
             x, y, test = npz(path)
         xs.append(samples(str(path), x))
         ys.append(targets(str(path), y, len(x)))
-        if xs[-1].shape[1:] != xs[0].shape[1:] or xs[-1].dtype != xs[0].dtype:
+        if xs[-1].shape[1:] != xs[0].shape[1:] or _are_bytes(xs[-1]) != _are_bytes(xs[0]):
             raise wrong(path, f"samples of {_describe(xs[0])} as in {files[0].name} (it has {_describe(xs[-1])})")
         tests.append(test)
     _check_columns([(path, header) for path, header in headers if header is not None])
@@ -49,8 +49,10 @@ def silo_set(name: str, folder: Path) -> Dataset | None:
         raise wrong(files[with_test.index(False)], f"with test_x and test_y as {files[with_test.index(True)].name} is")
     test_x = [samples(str(p), t[0]) for p, t in zip(files, tests, strict=True) if t is not None]
     for path, x in zip(files, test_x, strict=False):
-        if x.shape[1:] != xs[0].shape[1:] or x.dtype != xs[0].dtype:
+        if x.shape[1:] != xs[0].shape[1:] or _are_bytes(x) != _are_bytes(xs[0]):
             raise wrong(path, f"test samples of {_describe(xs[0])} (it has {_describe(x)})")
+    both = same_kind([*xs, *test_x])
+    xs, test_x = both[: len(xs)], both[len(xs) :]
     test_y = [targets(str(p), t[1], len(t[0])) for p, t in zip(files, tests, strict=True) if t is not None]
     return dataset(
         name,
@@ -62,6 +64,10 @@ def silo_set(name: str, folder: Path) -> Dataset | None:
         test_owner=np.repeat(np.arange(len(test_x)), [len(x) for x in test_x]) if test_x else None,
         groups=tuple(path.stem for path in files),
     )
+
+
+def _are_bytes(x: Array) -> bool:
+    return x.dtype == np.uint8
 
 
 def _describe(x: Array) -> str:

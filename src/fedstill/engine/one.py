@@ -67,7 +67,7 @@ def _train(bench: Bench, round: int, work: Work, perceptron: Perceptron | None) 
         task = dataclasses.replace(task, private=dataclasses.replace(task.private, secret=secret))
     memory = tree.fit_rows(work.memory, method.per_sample, len(y))
     local, arguments = work.local if work.part == "idle" else {}, versions(down=work.down, memory=memory)
-    total = torch.zeros((), dtype=x.dtype, device=x.device)
+    total = torch.zeros((), dtype=bench.net.dtype, device=x.device)
     halfway = None if work.savepoint is None else work.savepoint.load()
     if halfway is not None:
         local = halfway.state["local"]
@@ -257,7 +257,13 @@ def _private_batches(
         drawn, noise = secret.private(phase, len(y), steps, bench.plan.batch_size)
     for rows, key in zip(drawn[done:], put(noise[done:], x.device), strict=True):
         index = put(rows if len(rows) else [0], x.device)
-        yield Batch(x[index], y[index], index, key, None if len(rows) else x.new_zeros(1))
+        yield Batch(
+            x[index],
+            y[index],
+            index,
+            key,
+            None if len(rows) else torch.zeros(1, dtype=bench.net.dtype, device=x.device),
+        )
 
 
 def _orders(bench: Bench, round: int, client: int, steps: int, done: int = 0) -> Iterator[Tensor]:

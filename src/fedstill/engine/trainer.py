@@ -39,7 +39,7 @@ from .one import One
 from .pool import Pool
 from .recognise import recognise
 from .stacked import Stacked
-from .stage import Programs
+from .stage import Programs, say
 from .threads import available, check_obtainable, is_small
 
 T = TypeVar("T")
@@ -105,7 +105,10 @@ class Trainer:
             perceptron = recognise(bench) if fast and engine != "stacked" and not bf16 else None
             if engine == "auto":
                 pays = prefers_stacked(bench, at_once, None if perceptron is None else perceptron.many)
-                engine = "stacked" if pays and stackable.refusal(bench) is None else "one"
+                reason = stackable.refusal(bench) if pays else None
+                engine = "stacked" if pays and reason is None else "one"
+                if reason is not None:
+                    say(f"clients are trained one by one: {reason}")
             elif engine == "stacked" and (reason := stackable.refusal(bench)) is not None:
                 raise InputError("engine", "stacked", f"'one' for this model: {reason}")
         self.name: EngineName = engine

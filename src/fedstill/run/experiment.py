@@ -113,8 +113,12 @@ class Experiment(Training):
         "all", "divide train and test together, or the training part only", group="data"
     )
     model: str = setting(
-        "mlp", "a model by name ('fedstill models' lists them), or your own: net.py:Net", group="model"
+        "mlp",
+        "a model by name ('fedstill models' lists them), timm:NAME, hf:NAME or hf:FOLDER, or your own: net.py:Net, module:Net",
+        group="model",
     )
+    model_args: str = setting("", "arguments of such a model: img_size=32,drop_path_rate=0.1", group="model")
+    weights: str = setting("", "weights to start from: a file.safetensors of the same model", group="model")
     head: tuple[str, ...] = setting((), "the modules that make the head; empty: as the model says", group="model")
     external: str = setting("", "also score on data that no client has: a name or path, as data", group="scores")
     checkpoint_every: int = setting(

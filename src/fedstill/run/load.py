@@ -262,7 +262,8 @@ class Held:
                 f"given, since this run's is code of its own ({self.experiment.model}): fs.load(FOLDER, model=MODULE)"
             )
             raise InputError("model", Shown("nothing"), right)
-        return models.build(self.experiment.model, self.outline.shape, self.outline.classes, self.experiment.seed)
+        e = self.experiment
+        return models.build(e.model, self.outline.shape, self.outline.classes, e.seed, e.model_args)
 
 
 def _read_data(folder: Path, experiment: Experiment, note: bool = False) -> Federation:
