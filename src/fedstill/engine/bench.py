@@ -17,7 +17,7 @@ from ..core.method import Method, Phase
 from ..core.optim import SGD
 from ..core.plan import JointPlan, Length, Plan
 from ..core.secret import Secret
-from ..core.task import Absent, Site, Task
+from ..core.task import Absent, Site, Task, by_autograd
 from ..core.tree import Tree
 from ..data.samples import Part
 from ..nn.net import Net
@@ -239,6 +239,8 @@ class Bench:
 
         when, known = number(last, torch.float64), last > 0 if shared else None
         task = self.at(round, Site(x, y, index, number(size), number(steps[size]), when, known))
+        if task.private is None:  # whose gradients of single samples are taken inside vmap
+            task = dataclasses.replace(task, differentiate=by_autograd)
         return dataclasses.replace(task, lr=self.varied["lr"][client]) if "lr" in self.varied else task
 
     def _once(self, n: int, make: Callable[[int], Tensor], what: str) -> Tensor:
