@@ -28,6 +28,8 @@ from .methods.fedper import FedPer
 from .methods.fedprox import FedProx
 from .methods.fedrep import FedRep
 from .methods.fedrod import FedRoD
+from .methods.fedsa_lora import FedSALoRA
+from .methods.ffa_lora import FFALoRA
 from .methods.l2gd import L2GD
 from .methods.lg_fedavg import LGFedAvg
 from .methods.local import Local
@@ -37,7 +39,9 @@ from .methods.pfedme import PFedMe
 from .methods.pfedsd import PFedSD
 from .methods.scaffold import SCAFFOLD
 from .methods.spectral import SpectralCoDistillation
+from .nn.lora import with_lora
 from .report import text as _text  # noqa: F401 - `Run.table` prints with it
+from .report.progress import Progress
 from .run.evaluate import Evaluation
 from .run.experiment import Experiment, Training
 from .run.export import export
@@ -59,6 +63,7 @@ __all__ = [
     "Ditto",
     "Evaluation",
     "Experiment",
+    "FFALoRA",
     "FedAvg",
     "FedAvgM",
     "FedBABU",
@@ -73,6 +78,7 @@ __all__ = [
     "FedProx",
     "FedRep",
     "FedRoD",
+    "FedSALoRA",
     "Federation",
     "InputError",
     "LGFedAvg",
@@ -84,6 +90,7 @@ __all__ = [
     "Params",
     "PerFedAvg",
     "Phase",
+    "Progress",
     "Run",
     "SpectralCoDistillation",
     "Task",
@@ -101,4 +108,5 @@ __all__ = [
     "simulate",
     "terms",
     "tree",
+    "with_lora",
 ]

@@ -138,6 +138,18 @@ def test_bubbles_in_a_terminal() -> None:
     assert "16 at least, 23.0 on average, 30 at most" in bubbles.sizes(np.array([[16, 9, 4, 1, 0], [0, 0, 0, 0, 16]]))
 
 
+def test_bubbles_have_the_names_of_clients_and_classes() -> None:
+    counts = np.array([[4, 1], [0, 4]])
+    lines = bubbles.bubbles(
+        counts, width=60, names=("berlin", "a site whose name is much too long"), labels=("healthy", "sick")
+    )
+    assert lines[0].split() == ["class", "0", "1", "samples"]
+    assert lines[1].split() == ["berlin", "⬤", "•", "5"]
+    assert lines[2].startswith("a site whose name i… ")
+    assert "classes: 0 healthy, 1 sick" in lines
+    assert len({len(line) for line in lines[:3]}) == 1, "columns are aligned"
+
+
 def test_many_clients_and_classes_are_cut_to_the_terminal() -> None:
     lines = bubbles.bubbles(np.ones((300, 100), int), width=80)
     assert all(len(line) <= 80 for line in lines)
@@ -158,6 +170,7 @@ def test_the_picture_is_written(tmp_path, methods, seeds) -> None:
 @pytest.mark.parametrize("shape", [(1, 1), (20, 10), (150, 100)])
 def test_the_bubble_chart_is_written(tmp_path, shape) -> None:
     figures.bubbles(np.arange(shape[0] * shape[1]).reshape(shape) + 1, tmp_path / "b.png", "title", "note")
+    figures.bubbles(np.ones(shape), tmp_path / "b.png", names=["site"] * shape[0], labels=["class"] * shape[1])
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -195,10 +208,10 @@ def test_a_picture_of_many_methods_colours_the_best_the_baselines_and_those_aske
     assert named == {*best, "spectral", "local", "fedavg"}
     assert sum(line.get_color() == figures.GREY for line in axes.get_lines()) == len(METHODS) - len(named)
     assert len({line.get_color() for line in axes.get_lines()} - {figures.GREY}) == len(named), "no colour twice"
-    # From round 3 on the lowest in colour is spectral, the last, with 92 − 2.5 = 89.5; 6 % of 95 − 89.5 below that is 89.2:
-    # all six first rounds lie lower, and the second rounds of spectral and local, with 90 − 2.5 and 90 − 1.8 at most.
+    # From round 3 on the lowest in colour is spectral, the last of 28, with 92 − 2.7 = 89.3; 6 % of 95 − 89.3 below that is 89.0:
+    # all six first rounds lie lower, and the second rounds of spectral and local, with 90 − 2.7 and 90 − 2.1.
     low, _ = axes.get_ylim()
-    assert low == pytest.approx(89.5 - 0.06 * 5.5)
+    assert low == pytest.approx(89.3 - 0.06 * 5.7)
     assert "8 points of early rounds below the axis" in figure.get_supxlabel()
     heights = sorted(text.xyann[1] for text in axes.texts)
     inches = figure.get_size_inches()[1] * 0.68  # of the axis, about; a line of text of 9.5 points takes 0.13

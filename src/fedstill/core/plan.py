@@ -25,6 +25,7 @@ DEVICE, PRESENT, DROP, MONITOR = 5, 6, 7, 8  # purposes in simulated time
 NOISE, SAMPLED = 9, 10  # purposes in differential privacy
 ATTACK = 11  # who attacks, which samples are poisoned, and forged noise
 ROOT = 12  # the samples that the server owns, and its training with them
+ADAPTER = 17  # the first values of LoRA's A
 DRAWS = 1 << 16  # a method's own draws from a step's key are numbered from here on, after every layer's dropout
 
 
@@ -206,13 +207,13 @@ def permutation(k: int, n: int) -> NDArray[np.int64]:
 
 
 def uniform_bits(k: Tensor, layer: int, shape: Sequence[int]) -> Tensor:
-    """Return 32 random bits (as int64) for every entry of `shape`, from a scalar key and a layer's number.
+    """Return 32 random bits (as int64) for every entry of `shape`, from a key and a layer's number; of several keys, by key.
 
     Entry i depends on (key, layer, i) only, row by row: padding a batch at its end changes no row before it.
     """
     count = int(np.prod(shape))
-    k = _avalanche(k + layer * 0x9E3779B9)
-    return _word(k, torch.arange(count, device=k.device)).reshape(tuple(shape))
+    k = _avalanche(k + layer * 0x9E3779B9).unsqueeze(-1)
+    return _word(k, torch.arange(count, device=k.device)).reshape((*k.shape[:-1], *shape))
 
 
 def sample_bits(k: Tensor, layer: int, index: Tensor, n: int) -> Tensor:

@@ -57,7 +57,7 @@ class Model(Protocol):
 
     module: nn.Module
     parameters: tuple[str, ...]  # names that training may change
-    buffers: tuple[str, ...]  # the other names of the state
+    buffers: tuple[str, ...]  # the other names of the state that training changes
     names: tuple[str, ...]  # both, in the order of the state
     outputs: int  # numbers in the output for a sample
     example: Tensor  # one or two samples
@@ -89,8 +89,12 @@ class Model(Protocol):
     ) -> Tensor:
         """Return the head's output for given features."""
 
+    @property
+    def constants(self) -> Params:
+        """The entries of the state that training never changes; they are in no tree."""
+
     def initial(self) -> Params:
-        """Return a copy of the initial state."""
+        """Return a copy of the initial state, without the constants."""
 
     def export(self, params: Params) -> Params:
         """Return a full state dict on the CPU."""
@@ -116,6 +120,28 @@ def pick(params: Params, names: frozenset[str]) -> Params:
     return {name: value for name, value in params.items() if name in names}
 
 
+Objective: TypeAlias = Callable[[Params, Params], tuple[Tensor, Params]]  # (weights, buffers) → loss, new buffers
+Differentiate: TypeAlias = Callable[[Objective, Params, Params], tuple[Params, tuple[Tensor, Params]]]
+
+
+def by_func(objective: Objective, weights: Params, buffers: Params) -> tuple[Params, tuple[Tensor, Params]]:
+    """Differentiate by `torch.func`, so that it can run inside `vmap`."""
+    grads, result = grad_and_value(objective, has_aux=True)(weights, buffers)
+    return grads, result
+
+
+def by_autograd(objective: Objective, weights: Params, buffers: Params) -> tuple[Params, tuple[Tensor, Params]]:
+    """Differentiate by autograd, which is faster for a client by itself: kernels of our own take no wrapped tensors."""
+    leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
+    with torch.enable_grad():
+        loss, buffers = objective(leaves, buffers)
+    if loss.requires_grad:
+        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    else:  # it depends on no weight
+        grads = tuple(torch.zeros_like(weight) for weight in weights.values())
+    return dict(zip(leaves, grads, strict=True)), (loss.detach(), tree.map(torch.detach, buffers))
+
+
 @dataclass(frozen=True)
 class Site:
     """One client's own training data, and how much work it does this round. Under `vmap` these are that client's slices."""
@@ -126,6 +152,7 @@ class Site:
     samples: Tensor  # how many there are
     steps: Tensor  # how many SGD steps the method's phases take this round
     last: Tensor  # the round in which the client last trained (float64); 0: it has not taken part yet
+    trained: bool | None = None  # whether it has taken part, where the host knows that
 
 
 class Absent:
@@ -186,6 +213,7 @@ class Task:
     recipe: Recipe = PLAIN  # the optimiser of local work and what goes with it
     augment: Augment | None = None  # what a step's batch passes through; None: nothing
     now: Any = None  # the learning rate of this step, in a method's own step where a schedule changes it; else None
+    differentiate: Differentiate = by_func  # how hooks that ask for a gradient get it
 
     def at_site(self, site: Site) -> Task:
         """Return the task as a client with this data sees it."""
@@ -229,7 +257,11 @@ class Task:
     @property
     def seen(self) -> Tensor:
         """Whether the client has taken part: in `begin` and `finish` before this round, in `personal` so far."""
-        return self.here().last > 0
+        site = self.here()
+        seen = site.last > 0
+        if site.trained is not None:
+            seen.known = site.trained  # type: ignore[attr-defined]
+        return seen
 
     def logits(self, params: Params, batch: Batch) -> Tensor:
         """Return the model's output in training: dropout on, BatchNorm over the batch, which updates its running statistics."""
@@ -338,17 +370,18 @@ class Task:
             batch = Batch(x, y, index, zero, keep)
             return (value({**rest, **weights}, batch) * keep).sum()
 
-        total = {name: torch.zeros_like(params[name]) for name in self.net.parameters}
+        moving = self.trainable(params)
+        total = {name: torch.zeros_like(weight) for name, weight in moving.items()}
         positions = torch.arange(len(site.index), device=device)
         for where in torch.split(positions, SAMPLES if squared else CHUNK):
             rows = site.index[where]
-            inputs = (site.x[rows], site.y[rows], where, real[where])
+            inputs = {"x": site.x[rows], "y": site.y[rows], "index": where, "keep": real[where]}
             if squared:
                 each = vmap(grad(at), in_dims=(None, 0, 0, 0, 0))
-                grads = each(self.trainable(params), *(tensor.unsqueeze(1) for tensor in inputs))
+                grads = each(moving, *(tensor.unsqueeze(1) for tensor in inputs.values()))
                 grads = {name: g.square().sum(0) for name, g in grads.items()}
             else:
-                grads = grad(at)(self.trainable(params), *inputs)
+                grads, _ = self.differentiate(lambda weights, x: (at(weights, *x.values()), {}), moving, inputs)
             total = {name: total[name] + grads[name] for name in total}
         return {name: value / site.samples for name, value in total.items()}
 
@@ -371,7 +404,7 @@ class Task:
             return loss(state, batch), {name: state[name] for name in rest}
 
         weights = {name: value.detach() for name, value in self.trainable(params).items()}
-        grads, (value, buffers) = grad_and_value(at, has_aux=True)(weights, rest)
+        grads, (value, buffers) = self.differentiate(at, weights, rest)
         return grads, value, buffers
 
     def at_rest(self, weights: Params, momentum: float | None = None) -> Tree:
@@ -427,10 +460,8 @@ class Task:
 
     def redraw(self, batch: Batch, stream: int) -> Batch:
         """Draw another batch of the same size from the client's samples, without replacement, by the batch's key."""
-        site, device = self.here(), batch.y.device
-        ranks = plan.uniform_bits(batch.key, plan.DRAWS + stream, (len(site.index),))
-        real = torch.arange(len(site.index), device=device) < site.samples
-        index = torch.where(real, ranks, 1 << 32).argsort(stable=True)[: len(batch.y)]
+        site = self.here()
+        index = drawn(batch.key, stream, len(site.index), site.samples)[: len(batch.y)]
         rows, key = site.index[index], plan.uniform_bits(batch.key, 2 * plan.DRAWS + stream, ()) >> 1
         return self.augmented(Batch(site.x[rows], site.y[rows], index, key, batch.mask))
 
@@ -466,6 +497,14 @@ class Task:
         if self.site is None:
             raise RuntimeError("this hook runs at the server, which has no client data")
         return self.site
+
+
+def drawn(key: Tensor, stream: int, rows: int, samples: Tensor | None = None) -> Tensor:
+    """Return a random order of a client's rows, by a step's key or by several (rows beyond its `samples` last)."""
+    ranks = plan.uniform_bits(key, plan.DRAWS + stream, (rows,))
+    if samples is not None:
+        ranks = torch.where(torch.arange(rows, device=key.device) < samples, ranks, 1 << 32)
+    return ranks.argsort(dim=-1, stable=True)
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,18 @@ class FederationSettings(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Adapters(Group):
+    """What of the model trains, where not all of it does."""
+
+    lora: str = setting(
+        "",
+        "train low-rank adapters of linear layers and attention, and the head: r=8,alpha=16,targets=query+value "
+        "(all-linear where targets is left out); empty: the whole model",
+        group="model",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LocalTraining(Group):
     """What a client does with its own data in a round, where its method has no values of its own."""
 
@@ -333,6 +345,13 @@ class FurtherScores(Group):
     )  # fmt: skip
     score_round: Literal["last", "mean10", "best-val", "best-test"] = setting(
         "last", "the contract: which round; mean10: mean of the last ten scored", group="scores"
+    )
+    patience: int = setting(
+        0,
+        "stop after so many scored rounds without a better score, and keep the best round's models; "
+        "needs score_round best-val or best-test; 0: run all rounds",
+        least=0,
+        group="scores",
     )
     further_every: int = setting(
         0,

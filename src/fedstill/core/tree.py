@@ -138,7 +138,13 @@ def _joined_rows(entries: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], lis
 
 
 def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
-    """Return a where the (scalar) condition holds, else b: a branch that also works for stacked clients."""
+    """Return a where the (scalar) condition holds, else b: a branch that also works for stacked clients.
+
+    Where the host knows the condition (its attribute `known`), it is the tree itself, without copies.
+    """
+    known: bool | None = getattr(condition, "known", None)
+    if known is not None:
+        return map(lambda x, y: x if known else y, a, b)
     return map(lambda x, y: torch.where(condition, x, y), a, b)
 
 

@@ -70,8 +70,8 @@ class Outline:
             raise Unreadable("the numbers of samples of each client in train and test")
         rows = zip(*splits.values(), strict=True)
         dtype = field(record, "dtype", str)
-        if dtype not in ("float32", "float64"):
-            raise Unreadable("float32 or float64 as dtype")
+        if dtype not in ("float32", "float64", "int64"):
+            raise Unreadable("float32, float64 or int64 as dtype")
         return cls(
             shape=tuple(items(record, "shape", int)),
             dtype=dtype,

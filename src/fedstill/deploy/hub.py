@@ -37,6 +37,7 @@ DEPLOYMENT = "deployment.json"  # in a run's folder: its id, its sites, and how 
 SLACK = 8 << 20  # bytes that a reply may have beside its tensors
 LOCAL_ONLY = {  # fields that only a simulation can have, and why
     "attack": "sites are real",
+    "patience": "sites keep the models of their newest rounds",
     **dict.fromkeys(("new", "averaged", "external", "newcomers"), "each site scores on its own data"),
 }
 
@@ -87,6 +88,7 @@ class Deployment:
             standing=sim.training.mode != "sync",
         )
         about = {"experiment": sim.experiment.to_toml(), "clients": len(self.names), "classes": self._classes}
+        about["constants"] = sim.net.fixed.digest()
         sums = [self.hub_server.sites[name].about["checksum"] for name in self.names]
         pending = {str(k): [order.id, order.round] for k, order in self._pending.items()}
         self.hub_server.open(sites, {**begun, **about, "checksums": sums, "pending": pending})
@@ -230,8 +232,9 @@ def run(
 
     try:
         if journal.begun:
+            changes = {} if rounds is None else {"rounds": rounds}
             start = simulation.continued(
-                folder, rounds=rounds, federation=federation, progress=over, transport=deployment
+                folder, changes=changes, federation=federation, progress=over, transport=deployment
             )
             return simulation.finish(start, deployment)
         return simulation.run(experiment, out=folder, federation=federation, progress=over, transport=deployment)

@@ -146,7 +146,7 @@ def parse_about(about: object) -> dict[str, Any]:
     dtype = about["dtype"]
     sane = 1 <= len(shape) <= 6 and all(1 <= n <= 1 << 20 for n in shape) and 1 <= int(about["classes"]) <= 100_000
     sane = sane and all(0 < sizes[name] < 1 << 40 for name in {"train", "test", *sizes})
-    if not sane or dtype not in ("float32", "float64"):
+    if not sane or dtype not in ("float32", "float64", "int64"):
         raise ValueError
     numbers = {name: float(about["machine"][name]) for name in ("clock", "memory", "disk")}
     own = {"shape": shape, "dtype": dtype, "classes": int(about["classes"]), "labels": labels, "sizes": sizes}

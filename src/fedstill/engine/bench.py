@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from ..core.method import Method, Phase
 from ..core.plan import JointPlan, Length, Plan
 from ..core.secret import Secret
-from ..core.task import Absent, Site, Task
+from ..core.task import Absent, Site, Task, by_autograd
 from ..core.tree import Tree
 from ..data.samples import Part
 from ..nn.net import Net
@@ -137,6 +138,7 @@ class Bench:
     data: ClientData
     varied: Mapping[str, Sequence[float]] = field(default_factory=dict)  # fields that differ between clients
     hidden: Hidden | None = None  # what DP-SGD draws from at a client whose server must not know it (engine `one`)
+    _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # what `home` gives to many clients
 
     @property
     def net(self) -> Net:
@@ -198,26 +200,46 @@ class Bench:
         """Return the task as a client sees it."""
         return dataclasses.replace(self.task, round=round, site=site)
 
-    def home(self, round: int, client: int, last: int = 0) -> Task:
+    def home(self, round: int, client: int, last: int = 0, shared: bool = False) -> Task:
         """Return the task as a client by itself sees it, with its own training data and no padding.
 
-        Where its samples are not in this process, only what asks for them fails.
+        Where its samples are not in this process, only what asks for them fails. With `shared` they are rows of everybody's,
+        so that nothing is copied before it is asked for, and whether it has taken part is known on the host.
         """
-        train, steps = self.data.train, self.steps(client, self.phases(round))
+        train = self.data.train
+        device, size = train.y.device, train.sizes[client]
         x: Any
         y: Any
         index: Any
         if train.held is not None and client not in train.held:
             x = y = index = Absent(client)
+        elif shared:
+            x, y, start = train.x, train.y, train.starts[client]
+            index = self._once(len(y), lambda n: torch.arange(n, device=device), "rows")[start : start + size]
         else:
             x, y = train.of(client)
-            index = torch.arange(len(y), device=y.device)
-        when = torch.tensor(float(last), dtype=torch.float64, device=train.y.device)
-        samples, made = (
-            torch.tensor(n, dtype=self.net.dtype, device=train.y.device) for n in (train.sizes[client], steps)
-        )
-        task = self.at(round, Site(x, y, index, samples, made, when))
+            index = torch.arange(size, device=device)
+        if self._made.get("round") != round:
+            self._made.update(round=round, steps={})
+        steps = self._made["steps"]
+        if size not in steps:
+            steps[size] = self.steps(client, self.phases(round))
+
+        def number(n: int, dtype: torch.dtype = self.net.dtype) -> Tensor:
+            made = functools.partial(torch.full, (), dtype=dtype, device=device)
+            return self._once(n, made, str(dtype)) if shared else made(n)
+
+        when, known = number(last, torch.float64), last > 0 if shared else None
+        task = self.at(round, Site(x, y, index, number(size), number(steps[size]), when, known))
+        if task.private is None:  # whose gradients of single samples are taken inside vmap
+            task = dataclasses.replace(task, differentiate=by_autograd)
         return dataclasses.replace(task, lr=self.varied["lr"][client]) if "lr" in self.varied else task
+
+    def _once(self, n: int, make: Callable[[int], Tensor], what: str) -> Tensor:
+        """Return a tensor that many clients read, made when it is first asked for."""
+        if (what, n) not in self._made:
+            self._made[what, n] = make(n)
+        return self._made[what, n]  # type: ignore[no-any-return]
 
 
 class Hidden(Protocol):

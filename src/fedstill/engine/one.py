@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.batch import Batch
+from ..core.closed import Envelope
 from ..core.method import Method, Phase
 from ..core.optim import SGD
 from ..core.task import Task
@@ -69,7 +70,7 @@ def _train(bench: Bench, round: int, work: Work, perceptron: Perceptron | None) 
     whole = tree.fit_rows(work.memory, method.per_sample, len(y))
     memory, kept = tree.without(whole, KEPT), dict[str, Tree]()  # of the phases that have ended
     local, arguments = work.local if work.part == "idle" else {}, versions(down=work.down, memory=memory)
-    total = torch.zeros((), dtype=x.dtype, device=x.device)
+    total = torch.zeros((), dtype=bench.net.dtype, device=x.device)
     halfway = None if work.savepoint is None else work.savepoint.load()
     if halfway is not None:
         local = halfway.state["local"]
@@ -131,6 +132,35 @@ def run_phase(
     """
     method = bench.method
     done = 0 if course is None else course.done
+    if phase.enter is not None and not done and method.step is None:
+        with torch.no_grad():
+            local = phase.enter(task, local)
+    if perceptron is not None and phase.model in local:
+        start: Params = local[phase.model]
+        names = [name for name in bench.moving(phase)[0] if name in start]
+        size = min(bench.plan.batch_size, bench.data.train.sizes[client])
+        form = perceptron.form(method, task, local, phase, names, size)
+        if form is not None:
+            place, sgd = (
+                None if course is None else (course, {"local": local, "total": total}),
+                task.optimizer_of(phase),
+            )
+            assert isinstance(sgd, SGD)
+            orders, keys = _orders(bench, round, client, steps, done), bench.plan.step_keys(round, client, steps)
+            trained, loss, inner = perceptron.train(
+                start,
+                names,
+                sgd,
+                *bench.data.train.of(client),
+                orders,
+                size,
+                place,
+                form,
+                torch.from_numpy(keys),
+            )
+            total += loss
+            between = {form.nested.model: {**start, **inner}} if isinstance(form.nested, Envelope) else {}
+            return {**local, phase.model: trained, **between}, {}
     if method.step is not None:
         step = Step(method, task, phase.loss or method.loss, phase.model != "params")
         factors = task.recipe.factors(steps)
@@ -140,20 +170,6 @@ def run_phase(
             if course is not None and course.due(count):
                 course.save(count, {"local": local, "total": total})
         return local, {}
-    if phase.enter is not None and not done:
-        with torch.no_grad():
-            local = phase.enter(task, local)
-    start: Params = local[phase.model]
-    names = [name for name in bench.moving(phase)[0] if name in start]
-    if perceptron is not None and perceptron.takes(phase, names):
-        x, y = bench.data.train.of(client)
-        orders, place, sgd = _orders(bench, round, client, steps, done), None, task.optimizer_of(phase)
-        assert isinstance(sgd, SGD)
-        if course is not None:
-            place = course, {"local": local, "total": total}
-        trained, loss = perceptron.train(start, names, sgd, x, y, orders, bench.plan.batch_size, place)
-        total += loss
-        return {**local, phase.model: trained}, {}
     past = course.halfway.state if course is not None and course.halfway is not None else {}
     training = PhaseTraining(bench, task, local, phase, done, past, kept, steps)
     drawn = (
@@ -270,7 +286,13 @@ def _private_batches(
         drawn, noise = secret.private(phase, len(y), steps, bench.plan.batch_size)
     for rows, key in zip(drawn[done:], put(noise[done:], x.device), strict=True):
         index = put(rows if len(rows) else [0], x.device)
-        yield Batch(x[index], y[index], index, key, None if len(rows) else x.new_zeros(1))
+        yield Batch(
+            x[index],
+            y[index],
+            index,
+            key,
+            None if len(rows) else torch.zeros(1, dtype=bench.net.dtype, device=x.device),
+        )
 
 
 def _orders(bench: Bench, round: int, client: int, steps: int, done: int = 0) -> Iterator[Tensor]:

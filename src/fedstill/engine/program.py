@@ -20,6 +20,7 @@ from ..core.tree import Tree
 from ..data.samples import Samples
 from .step import StackStep
 
+HASH_OPERATIONS = 10  # after which inductor writes a value of a step with long hashes down; by itself 30
 Level: TypeAlias = Literal["traced", "compiled"]
 Program: TypeAlias = Callable[[], None]  # one step on the memory that it was built for
 
@@ -37,7 +38,8 @@ class Definition:
         live, places = batch.pop("live"), batch.pop("rows")
         samples = self.samples.over(source["x"])
         batch.update(x=samples[places], y=source["y"][places])
-        self.step(rows, batch, samples, source["y"], live)
+        with self.step.view.bench.net.fixed.replaced(source["constants"]):
+            self.step(rows, batch, samples, source["y"], live)
 
 
 def trace(definition: Definition, rows: Tree, tables: Tree, source: Tree, counter: Tensor) -> tuple[Any, list[str]]:
@@ -69,9 +71,7 @@ def build(
     inputs: list[Any] = [*tree.flatten({"rows": rows, "tables": tables, "source": source}).values(), counter]
     run: Callable[..., Any] = graph
     if level == "compiled":
-        from torch import _inductor
-
-        run = _inductor.compile(graph, inputs)
+        run = compiled(graph, inputs, hashes=definition.step.view.task.augment is not None)
     if device.type != "cuda":
 
         def replay() -> None:
@@ -92,6 +92,23 @@ def build(
         run(*inputs)
     torch.cuda.synchronize(device)
     return recorded.replay
+
+
+def compiled(graph: Any, inputs: list[Any], hashes: bool = False) -> Callable[..., Any]:
+    """Compile a graph by inductor, which keeps what it compiled on disk: the same graph is read from there.
+
+    Inductor looks in its cache only where there is an environment of symbolic shapes, although all shapes here are fixed. Each
+    line of a hash uses its word twice, and inductor follows both uses down to a value that it has written down: where a step has
+    long `hashes` (augmentation) it writes values down more often, and compiles in seconds instead of minutes.
+    """
+    from torch import _inductor
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
+        options = {"realize_opcount_threshold": HASH_OPERATIONS} if hashes else {}
+        return _inductor.compile(graph, inputs, options=options)  # type: ignore[no-any-return]
 
 
 def levels(most: int) -> list[int]:

@@ -139,7 +139,7 @@ class Stage:
         view, optimizer = ClientView(bench, cohort.watched), cohort.optimizer(phase)
         step = StackStep(view, number, names, optimizer, loss, keeps=self.keeps)
         self.definition = Definition(step, cohort.x)
-        self.source = {"x": cohort.x.tensors(), "y": cohort.y}
+        self.source = {"x": cohort.x.tensors(), "y": cohort.y, "constants": dict(bench.net.constants)}
         self.programs: dict[int, Program] = {}
         self.counter = torch.zeros(1, dtype=torch.int64, device=cohort.device)
         start = _start(cohort, number, phase, local)

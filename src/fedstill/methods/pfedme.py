@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
-from torch.func import grad_and_value
 
 from ..core import tree
 from ..core.batch import Batch
+from ..core.closed import ClosedForm, Envelope
 from ..core.errors import InputError
 from ..core.method import Phase, Upload
 from ..core.settings import setting
@@ -76,22 +76,15 @@ class PFedMe(FedAvg, mean="uniform"):
     def step(self, task: Task, local: Tree, batch: Batch) -> tuple[Tree, Tensor]:
         """θ ← θ̃(w_k), then w_k ← w_k − η·λ·(w_k − θ)."""
         w = task.trainable(local["params"])
-        rest = {name: value for name, value in local["params"].items() if name not in w}
-
-        def objective(theta: Params, rest: Params) -> tuple[Tensor, Params]:
-            copies = {name: value.clone() for name, value in rest.items()}
-            return self.fit(task, {**theta, **copies}, batch), copies
-
-        slope, theta, first = grad_and_value(objective, has_aux=True), w, None
+        theta, first = local["params"], None
         for _ in range(self.k):
-            grads, (loss, rest) = slope(theta, rest)
+            grads, loss, buffers = task.gradient(lambda p, b: self.fit(task, p, b), theta, batch)
             first = loss if first is None else first
-            theta = {n: t - self.personal_lr * self._pull(task, grads[n], t, w[n]) for n, t in theta.items()}
+            moved = {n: theta[n] - self.personal_lr * self._pull(task, grads[n], theta[n], w[n]) for n in w}
+            theta = {**theta, **buffers, **moved}
         assert first is not None
-        moved, past = self._outer(task, w, theta, local["optimizer"])
-        models = {"params": {**moved, **rest}, "theta": {**theta, **rest}}
-        ordered = {model: {name: state[name] for name in local[model]} for model, state in models.items()}
-        return {**ordered, "optimizer": past}, first
+        nearer, past = self._outer(task, w, theta, local["optimizer"])
+        return {"params": {**theta, **nearer}, "theta": theta, "optimizer": past}, first
 
     def _outer(self, task: Task, w: Params, theta: Params, past: Tree) -> tuple[Params, Tree]:
         """w_k ← w_k − η·λ·(w_k − θ), or another optimiser's step by λ·(w_k − θ)."""
@@ -99,6 +92,10 @@ class PFedMe(FedAvg, mean="uniform"):
             return {name: w[name] - task.rate * self.lam * (w[name] - theta[name]) for name in w}, past
         slope = {name: self.lam * (w[name] - theta[name]) for name in w}
         return task.descend(w, slope, past, momentum=0.0, weight_decay=0.0)
+
+    def closed_form(self, task: Task, local: Tree) -> ClosedForm:
+        """CE, in an envelope."""
+        return ClosedForm(nested=Envelope(self.lam, self.k, self.personal_lr, task.rate, "theta"))
 
     def _pull(self, task: Task, grad: Tensor, theta: Tensor, w: Tensor) -> Tensor:
         """∇f_B(θ) + λ·(θ − w), with weight decay."""

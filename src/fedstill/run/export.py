@@ -23,6 +23,8 @@ from ..core import files, settings
 from ..core.errors import InputError, Shown, TrainingError, first_line
 from ..core.tree import Params
 from ..core.version import __version__
+from ..nn import lora, peft_format
+from ..nn.probe import logits_of
 from .evaluate import Evaluation
 from .result import Run
 
@@ -50,9 +52,13 @@ class Exported:
         return f"{self.path}: {size}; loaded again: same predictions on {self.samples} {kind} samples ({apart})"
 
 
-def export(run: Run, path: str | Path, client: int | str | None = None) -> Exported:
-    """Write a client's own model, or without `client` the generic one, to a file whose suffix says in which format."""
-    path = check_path(path)
+def export(run: Run, path: str | Path, client: int | str | None = None, merge: bool = False) -> Exported:
+    """Write a client's own model, or without `client` the generic one, to a file whose suffix says in which format.
+
+    With `merge`, LoRA's adapters are added into the weights that they adapt. A path without a suffix is a new folder, into which
+    the adapters alone are written, as peft writes them.
+    """
+    path = check_path(path, run, merge)
     number = None if client is None else run.client(client)
     if number is None and "generic" not in run.method.scores:
         raise InputError("client", Shown("nothing"), f"a client: {run.method.id} trains no generic model")
@@ -60,7 +66,10 @@ def export(run: Run, path: str | Path, client: int | str | None = None) -> Expor
     inputs, real = _inputs(run, number)
     with torch.no_grad():
         expected = run.task.predict(params, inputs).cpu()
-    module = _module(run, run.task.net.export(params))
+    state = run.task.net.export(params)
+    if not path.suffix:
+        return _export_adapters(run, path, state, expected, inputs.cpu(), real, about(run, number))
+    module = _merged(run, state) if merge else _module(run, state)
     write, load = FORMATS[path.suffix.lower()]
     files.make_folder(path.parent)
     part = path.with_name(f".{path.stem}{files.PART}{path.suffix}")
@@ -74,16 +83,33 @@ def export(run: Run, path: str | Path, client: int | str | None = None) -> Expor
     return Exported(path, difference, len(inputs), real)
 
 
-def export_all(run: Run, folder: str | Path, suffix: str = ".safetensors") -> Iterator[Exported]:
+def _export_adapters(
+    run: Run, folder: Path, state: Params, expected: Tensor, inputs: Tensor, real: bool, meta: dict[str, str]
+) -> Exported:
+    """Write the adapters, and what trains beside them, into a new folder, and ask the base model with these files' numbers."""
+    from safetensors.torch import load
+
+    net, head = run.task.net, run.task.head_modules()
+    contents = peft_format.files_of(net.module, state, net.names, head, run.model, meta)
+    again = peft_format.restored(net.export(net.initial()), load(contents[peft_format.TENSORS]))
+    with torch.no_grad():
+        difference = _compare(folder, _module(run, again)(inputs), expected)
+    files.make_folder(folder)
+    for name, content in contents.items():
+        files.write(folder / name, content)
+    return Exported(folder / peft_format.TENSORS, difference, len(inputs), real)
+
+
+def export_all(run: Run, folder: str | Path, suffix: str = ".safetensors", merge: bool = False) -> Iterator[Exported]:
     """Write every client's own model, and the generic one where the method trains one, into a new folder."""
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError("all", str(folder), "a folder that is new or empty")
     if "personal" in run.method.scores:
         for k in (*run.clients, *run.newcomers):
-            yield export(run, folder / f"{stem(run, k)}{suffix}", k)
+            yield export(run, folder / f"{stem(run, k)}{suffix}", k, merge)
     if "generic" in run.method.scores:
-        yield export(run, folder / f"generic{suffix}")
+        yield export(run, folder / f"generic{suffix}", merge=merge)
 
 
 def stem(run: Run, client: int) -> str:
@@ -100,7 +126,7 @@ def about(run: Run, client: int | None) -> dict[str, str]:
     who = {} if client is None else {"client": str(client)}
     if client is not None and outline is not None and outline.names:
         who["client_name"] = outline.client(client)
-    scored = next((record for record in reversed(run.history) if "personal_clients" in record), {})
+    scored = next((record for record in reversed(run.kept) if "personal_clients" in record), {})
     accuracy = scored.get("personal_clients", {}).get(str(client)) if client is not None else scored.get("generic")
     data = {}
     if outline is not None:
@@ -120,17 +146,24 @@ def about(run: Run, client: int | None) -> dict[str, str]:
         "method": run.method.id or type(run.method).__name__,
         "method_settings": json.dumps(settings.values_of(run.method)),
         "seed": str(run.training.seed),
-        "round": str(len(run.history)),
+        "round": str(run.task.round),
         "contract": str(contract),
         **({} if accuracy is None else {"accuracy": repr(float(accuracy))}),
         **data,
     }
 
 
-def check_path(path: str | Path) -> Path:
-    """Return the file to write; refuse a format that there is not, and a file that is there."""
+def check_path(path: str | Path, run: Run | None = None, merge: bool = False) -> Path:
+    """Return the file to write; refuse a format that there is not, a file that is there, and adapters of a model without any."""
     path = Path(path)
-    if path.suffix.lower() not in FORMATS:
+    adapted = run is None or next(lora.adapters(run.task.net.module), None) is not None
+    if merge and (not adapted or not path.suffix):
+        raise InputError(
+            "merge", True, "left out: there are no adapters to merge" if path.suffix else "used with a file"
+        )
+    if not path.suffix and not adapted:
+        raise InputError("to", str(path), f"a file that ends in {', '.join(FORMATS)}: the model has no adapters (lora)")
+    if path.suffix and path.suffix.lower() not in FORMATS:
         raise InputError("to", str(path), f"a file that ends in {', '.join(FORMATS)}")
     if path.exists():
         raise InputError("to", str(path), "a file that does not exist yet")
@@ -149,9 +182,12 @@ def _inputs(run: Run, client: int | None) -> tuple[Tensor, bool]:
     net = run.task.net
     if run.has_data:
         x, _ = run.data.test.of(run.clients[0] if client is None else client)
-        return x[:MOST].to(net.dtype), True
+        return x[:MOST], True
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn((SYNTHETIC, *net.example.shape[1:]), generator=generator, dtype=torch.float64)
+    shape = (SYNTHETIC, *net.example.shape[1:])
+    if not net.example.is_floating_point():  # ids: the lowest are in every vocabulary
+        return torch.randint(2, shape, generator=generator).to(net.device), False
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
     return x.to(net.device, net.dtype), False
 
 
@@ -159,6 +195,13 @@ def _module(run: Run, state: Params) -> nn.Module:
     """Return a module on the CPU with these weights, in evaluation mode."""
     module = copy.deepcopy(run.task.net.module).cpu()
     module.load_state_dict(state)
+    return module.eval()
+
+
+def _merged(run: Run, state: Params) -> nn.Module:
+    """Return a module without adapters, whose weights have them, in evaluation mode."""
+    module = lora.removed(run.task.net.module).cpu()
+    module.load_state_dict(lora.merged(run.task.net.module, state))
     return module.eval()
 
 
@@ -189,8 +232,8 @@ def _load_safetensors(path: Path, module: nn.Module) -> Predict:
     from safetensors.torch import load
 
     again = copy.deepcopy(module)
-    for tensor in (*again.parameters(), *again.buffers()):
-        tensor.data.zero_()  # so that nothing of the model that was written is left
+    for tensor in again.state_dict().values():
+        tensor.zero_()  # so that nothing of what was written is left; buffers outside of the state are not written
     again.load_state_dict(load(path.read_bytes()))
     return _without_gradient(again)
 
@@ -199,7 +242,8 @@ def _write_onnx(module: nn.Module, x: Tensor, meta: dict[str, str], path: Path) 
     with _followed(path, module), _quiet():
         batch = ({0: torch.export.Dim("batch")},)
         program = torch.onnx.export(
-            module, (_pair(x),), dynamo=True, dynamic_shapes=batch, input_names=["x"], output_names=["logits"], verbose=False
+            _Logits(module), (_pair(x),), dynamo=True, dynamic_shapes=batch, input_names=["x"], output_names=["logits"],
+            verbose=False,
         )  # fmt: skip
         assert program is not None
         program.model.metadata_props.update(meta)
@@ -215,7 +259,7 @@ def _load_onnx(path: Path, module: nn.Module) -> Predict:
 
 def _write_pt2(module: nn.Module, x: Tensor, meta: dict[str, str], path: Path) -> None:
     with _followed(path, module), _quiet():
-        program = torch.export.export(module, (_pair(x),), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        program = torch.export.export(_Logits(module), (_pair(x),), dynamic_shapes=({0: torch.export.Dim("batch")},))
         torch.export.save(program, str(path), extra_files={ABOUT: json.dumps(meta, ensure_ascii=False)})
 
 
@@ -231,6 +275,18 @@ FORMATS: dict[str, tuple[Callable[[nn.Module, Tensor, dict[str, str], Path], Non
 }  # fmt: skip
 
 
+class _Logits(nn.Module):
+    """The model, with its scores as the only output: some return a mapping or a tuple."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the scores."""
+        return logits_of(self.module(x))  # type: ignore[no-any-return]
+
+
 def _pair(x: Tensor) -> Tensor:
     """Return two or more samples: of one, its number would become a part of the program."""
     return x[:2] if len(x) > 1 else torch.cat([x, x])
@@ -239,7 +295,7 @@ def _pair(x: Tensor) -> Tensor:
 def _without_gradient(module: nn.Module) -> Predict:
     def predict(x: Tensor) -> Tensor:
         with torch.no_grad():
-            out: Tensor = module(x)
+            out: Tensor = logits_of(module(x))
         return out
 
     return predict

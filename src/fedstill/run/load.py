@@ -30,6 +30,7 @@ from .callbacks import restore, state_of
 from .experiment import Experiment, Training, check_format, method_from
 from .journal import ENVIRONMENT, EXPERIMENT, PARTITION, Journal
 from .legal import check_federation, check_model
+from .patience import Patience
 from .prepare import PYTHON, Simulation, federation_of, pick_device, prepare
 from .result import Parts, Run
 from .session import Start, start
@@ -38,7 +39,7 @@ LARGEST = 1 << 30  # bytes of a partition.json
 SUMMARY = "summary.json"
 AS_TRAINED = (  # settings that the hooks behind a personal or generic model may see
     "rounds", "epochs", "local_steps", "batch_size", "lr", "momentum", "nesterov", "weight_decay", "seed", "dtype", "newcomers",
-    "participation", "precision", "optimizer", "adam_beta1", "adam_beta2", "adam_eps", "keep_optimizer", "clip_gradient",
+    "participation", "precision", "lora", "optimizer", "adam_beta1", "adam_beta2", "adam_eps", "keep_optimizer", "clip_gradient",
     "lr_schedule", "lr_schedule_over", "warmup", "lr_step", "lr_decay", "augment",
 )  # fmt: skip
 Model: TypeAlias = nn.Module | Callable[[], nn.Module]
@@ -145,7 +146,7 @@ def _load(folder: Path, model: Model | None, method: Method | None, data: Federa
         str(numbers.get("engine") or _environment(folder).get("engine") or experiment.engine),
         history,
         float(sum(record.get("seconds", 0.0) for record in history)),
-        dataclasses.replace(simulation.task, round=len(history)),
+        dataclasses.replace(simulation.task, round=held.round),
         joining,
         () if attack is None else tuple(sorted(attack.clients)),
         journal.scores() or {},
@@ -192,15 +193,29 @@ class Held:
     _parts: Parts | None = None
     has_data: bool = False
 
+    @property
+    def round(self) -> int:
+        """The round whose models the run keeps: its newest, or with patience the best so far."""
+        patience = Patience.of(self.experiment, self.history)
+        return (0 if patience is None else patience.best) or len(self.history)
+
     def hollow(self) -> Simulation:
         """Return a simulation of the run's form whose clients have no samples."""
         if self._hollow is None:
             experiment = self.experiment
             same = {name: getattr(experiment, name) for name in AS_TRAINED}
-            training = Training(**{**same, "rounds": len(self.history)}, device=self.device, engine="one", workers=1)
+            training = Training(**same, device=self.device, engine="one", workers=1)
             federation = self.outline.federation(_partition(self.folder))
             self._hollow = prepare(experiment.method, self._module(), federation, experiment.head or None, training)
+            self._take_constants(self._hollow)
         return self._hollow
+
+    def _take_constants(self, simulation: Simulation) -> None:
+        """Give a simulation's model the frozen weights that the run had, whatever the module came with."""
+        net, constants = simulation.net, self.journal.constants()
+        if constants or net.constants:
+            net.fixed.load(constants)
+            self.journal.check_constants(net.fixed)
 
     def open(self) -> Parts:
         """Return the run as it was after its last checkpoint."""
@@ -223,18 +238,18 @@ class Held:
             assert self.federation is not None
             _check_same(self.folder, self.federation)
             training = dataclasses.replace(self.experiment.training(), device=self.device, workers=0)
-            training = dataclasses.replace(training, rounds=len(self.history))
             simulation = prepare(
                 self.experiment.method, self._module(), self.federation, self.experiment.head or None, training
             )
+            self._take_constants(simulation)
         survey = self.journal.survey(pick_device(self.device))
         if not survey.whole:
             problems = "; ".join(survey.problems()) or "it has none"
             raise InputError(
                 "folder", str(self.folder), f"one with a whole checkpoint, which has the models ({problems})"
             )
-        checkpoint = survey.whole[max(survey.whole)]
-        if checkpoint.round < len(self.history):
+        checkpoint = survey.whole.get(self.round) or survey.whole[max(survey.whole)]
+        if checkpoint.round != self.round:
             say(f"{self.folder}: the newest whole checkpoint is that of round {checkpoint.round}: its models are given")
         session = start([Start(simulation)])
         coordinator, driver = session.coordinators[0], session.driver
@@ -254,7 +269,8 @@ class Held:
                 f"given, since this run's is code of its own ({self.experiment.model}): fs.load(FOLDER, model=MODULE)"
             )
             raise InputError("model", Shown("nothing"), right)
-        return models.build(self.experiment.model, self.outline.shape, self.outline.classes, self.experiment.seed)
+        e = self.experiment
+        return models.build(e.model, self.outline.shape, self.outline.classes, e.seed, e.model_args)
 
 
 def _read_data(folder: Path, experiment: Experiment, note: bool = False) -> Federation:

@@ -54,5 +54,5 @@ def predict(run: Run, data: str | Path, client: int | str | None = None) -> Pred
     samples = own.read(data, run.outline)
     params = run.generic_model() if number is None else run.served(number)
     net = run.task.net
-    logits = run.task.predict(params, samples.x.to(net.device, net.dtype))[:, : run.outline.classes]
+    logits = run.task.predict(params, samples.x.to(net.device, net.example.dtype))[:, : run.outline.classes]
     return Predictions(samples.where, torch.softmax(logits.double(), -1).cpu(), samples.y, run.outline)

@@ -20,9 +20,11 @@ from ..core.tree import Params, Tree
 from ..data import Federation
 from ..data.outline import Outline
 from ..data.poison import poisoned
-from ..edge.data_manager import DataManager, join
+from ..edge.data_manager import DataManager, join, on_device
 from ..engine.bench import Bench, threads
 from ..engine.trainer import Trainer
+from ..models import weights
+from ..nn import lora
 from ..nn.net import Net
 from ..nn.split import by_head
 from ..scores.external import with_external
@@ -62,6 +64,11 @@ class Simulation:
         """The setting of local work."""
         return self.trainer.bench.task
 
+    @property
+    def net(self) -> Net:
+        """The model."""
+        return self.trainer.bench.net
+
     def common_accuracy(self, trainer: Trainer, generic: Tree) -> float:
         """Return the generic model's accuracy on the common test set."""
         assert self.data.common is not None
@@ -97,7 +104,9 @@ def from_experiment(experiment: Experiment, federation: Federation | None = None
         right = "a data set: this run was made in Python; the same call of simulate() with resume=True goes on with it"
         raise InputError("data", experiment.data, right)
     federation = _with_external(federation or federation_of(experiment), experiment)
-    model = models.build(experiment.model, federation.shape, federation.classes, experiment.seed)
+    model = models.build(experiment.model, federation.shape, federation.classes, experiment.seed, experiment.model_args)
+    if experiment.weights:
+        weights.load(model, experiment.weights, by_head(model, experiment.head or None))
     sim = prepare(experiment.method, model, federation, experiment.head or None, experiment.training())
     return dataclasses.replace(sim, experiment=experiment), federation
 
@@ -126,7 +135,13 @@ def prepare(
         model = models.seeded(model, training.seed)
     if not isinstance(model, nn.Module):
         raise InputError("model", Shown(type(model).__name__), "an nn.Module, or a function that makes one")
-    net = Net(model, device, dtype)
+    if training.lora:
+        known = by_head(model, head)
+        if known is None:
+            right = "named, since LoRA trains it beside the adapters (or leaves it alone)"
+            raise InputError("head", Shown("(none)"), right)
+        model = lora.adapt(model, lora.Lora.parse(training.lora), known.modules, training.seed)
+    net = Net(model, device, dtype, method.freezes([name for name, _ in model.named_parameters()]))
     if not net.parameters:
         raise InputError("model", Shown(type(model).__name__), "a module with parameters that require a gradient")
     split = by_head(model, head)
@@ -137,8 +152,12 @@ def prepare(
         root, federation = root_of(federation, training.root_samples, seed)
     if attack is not None and training.attack in POISONS:
         federation = poisoned(federation, attack.kind, attack.clients, attack.strength, seed, training.backdoor_target)
-    manager = DataManager(federation, device, dtype)
-    net.probe(_example(manager, federation), federation.classes)
+    ids = not federation.clients[0].x_train.is_floating_point()
+    if ids:
+        net.probe(_extremes(federation, device), federation.classes)
+    manager = on_device(federation, device, net.example.dtype if ids else dtype)
+    if not ids:
+        net.probe(_example(manager, federation), federation.classes)
     task = Task(
         net=net,
         split=split,
@@ -187,6 +206,15 @@ def _example(manager: DataManager, federation: Federation) -> torch.Tensor:
     """Return two samples; zeros where this process holds none, as a hub whose sites keep their data."""
     x = manager.train.x[:2]
     return x if len(x) else x.new_zeros((2, *federation.shape))
+
+
+def _extremes(federation: Federation, device: torch.device) -> torch.Tensor:
+    """Return the samples with the lowest and the highest id, so that too small a vocabulary is found before any work."""
+    every = torch.cat([x for c in federation.clients for x in (c.x_train, c.x_test, c.x_val) if x is not None])
+    if not len(every):
+        return every.new_zeros((2, *federation.shape)).to(device)
+    low, high = torch.aminmax(every.flatten(1), dim=1)
+    return every[[int(low.argmin()), int(high.argmax())]].to(device)
 
 
 def check_scored(training: Training, federation: Federation) -> None:

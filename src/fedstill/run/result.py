@@ -21,6 +21,7 @@ from ..data.outline import Outline
 from ..edge.data_manager import DataManager
 from ..engine.kept import initial_memory
 from ..engine.trainer import Trainer
+from ..nn import lora
 from ..server.coordinator import Coordinator, Record
 from ..transport.messages import Kind, Reply
 from . import accounting, frame
@@ -67,7 +68,7 @@ class Run:
     engine: str
     history: list[Record]  # one record a round
     seconds: float
-    task: Task  # the setting of local work, at the last round
+    task: Task  # the setting of local work, at the round whose models are kept: the last, or with patience the best
     newcomers: tuple[int, ...] = ()  # clients that did not take part in training
     attackers: tuple[int, ...] = ()  # simulated, which no score counts
     after: dict[str, Any] = dataclasses.field(default_factory=dict)  # scores after the federation that were asked for
@@ -81,7 +82,7 @@ class Run:
     @classmethod
     def of(cls, simulation: Simulation, coordinator: Coordinator, driver: Driver, engine: str, seconds: float) -> Run:
         """Return the result of a coordinator whose rounds are over."""
-        task = dataclasses.replace(coordinator.task, round=coordinator.task.rounds)
+        task = dataclasses.replace(coordinator.task, round=coordinator.best_round or coordinator.task.rounds)
         history, newcomers = coordinator.state.history, simulation.newcomers
         attackers = () if simulation.attack is None else tuple(sorted(simulation.attack.clients))
         return cls(
@@ -163,12 +164,13 @@ class Run:
         memory = reply.up.get("memory", initial_memory(self.method, self.task, self._loaded()[0].initial))
         return tree.to({**memory, **reply.up.get("undecided", {})}, self.task.net.device)
 
-    def personal(self, client: int | str) -> Params:
-        """Return the own model of a client, by its number or name, as a state dict.
+    def personal(self, client: int | str, merged: bool = False) -> Params:
+        """Return the own model of a client, by its number or name, as a whole state dict.
 
-        For a method without personal models that is the generic one.
+        For a method without personal models that is the generic one. With `merged`, LoRA's adapters are added into the weights
+        that they adapt, and it is a state dict of the model without adapters.
         """
-        return self.task.net.export(self.served(self.client(client)))
+        return self.state_dict(self.served(self.client(client)), merged)
 
     def client(self, client: int | str) -> int:
         """Return the number of a client, which is given by its number or its name; refuse one that there is not."""
@@ -185,9 +187,17 @@ class Run:
             raise InputError("client", client, f"a number from 0 to {last}{named}")
         return number
 
-    def generic(self) -> Params:
-        """Return the model for everybody as a state dict (for `Local`, where nobody trains one: the initial weights)."""
-        return self.task.net.export(self.generic_model())
+    def generic(self, merged: bool = False) -> Params:
+        """Return the model for everybody as a state dict (for `Local`, where nobody trains one: the initial weights).
+
+        `merged` as in `personal`.
+        """
+        return self.state_dict(self.generic_model(), merged)
+
+    def state_dict(self, params: Params, merged: bool = False) -> Params:
+        """Return a model, given by what of it trains, as a whole state dict on the CPU."""
+        state = self.task.net.export(params)
+        return lora.merged(self.task.net.module, state) if merged else state
 
     def score(self, **contract: Any) -> float:
         """Return one number by the evaluation contract: `model`, `clients`, `mean`, `round` (see `Evaluation`)."""
@@ -204,9 +214,19 @@ class Run:
             )
         return (contract or Evaluation()).rounds_to(self._records(), target)
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the run has ended early, after so many rounds without a better score (`patience`)."""
+        return bool(self.history) and bool(self.history[-1].get("stopped"))
+
+    @property
+    def kept(self) -> list[Record]:
+        """The records up to the round whose models are kept: all, or with patience those up to the best round."""
+        return self.history[: self.task.round] if self.training.patience else self.history
+
     def _records(self) -> list[Record]:
-        """Return the records, the last one with the scores that were taken after the federation."""
-        return [*self.history[:-1], {**self.history[-1], **self.after}] if self.history else []
+        """Return the records that count, the last one with the scores that were taken after the federation."""
+        return [*self.kept[:-1], {**self.kept[-1], **self.after}] if self.kept else []
 
     def new(self, on: Literal["clients", "common"] = "clients") -> float:
         """Return the accuracy where a sample's owner is unknown: all models vote, on clients' tests or the common set."""

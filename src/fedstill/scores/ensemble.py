@@ -82,7 +82,7 @@ def _accuracy(run: Finished, votes: Callable[[Finished, Tensor], Tensor], x: Ten
     rows, hits = max(1, VOTES // net.outputs), 0
     with torch.no_grad():
         for first in range(0, len(y), rows):
-            block = x[first : first + rows].to(net.device, net.dtype)
+            block = x[first : first + rows].to(net.device, net.example.dtype)
             hits += int((votes(run, block).argmax(-1) == y[first : first + rows].to(net.device)).sum())
     return hits / len(y)
 

@@ -8,7 +8,7 @@ from ... import scores
 from ...run.evaluate import Evaluation
 from ..costs import NONE, scaled
 from ..significance import Differences
-from ..text import GENERIC, Stat
+from ..text import GENERIC, Stat, stopped_line
 from ..verdict import Verdict, counts
 from .read import Study
 from .tables import Column, Table
@@ -55,6 +55,7 @@ def results(study: Study, tested: Differences | None, found: Mapping[str, list[V
     notes += [
         f"personal %: {Evaluation()}; ± standard deviation over {'seeds (n − 1)' if study.seeds > 1 else 'clients'}"
     ]
+    notes += _stopped(study)
     if tested:
         if len({difference.units for difference in tested.pairs.values()}) > 1:
             notes.append("vs best: on the clients that both have, which are not all where some were not scored")
@@ -114,6 +115,19 @@ def costs(study: Study) -> Table:
 
 def _percent(stat: Stat | None) -> str:
     return NONE if stat is None else stat.percent()
+
+
+def _stopped(study: Study) -> list[str]:
+    """Return a line for each label whose runs had patience."""
+    lines = []
+    for label in study.labels:
+        runs = study.runs[label]
+        settings = runs[0].settings
+        if settings.get("patience"):
+            of = int(settings["rounds"]) if any(run.stopped for run in runs) else 0
+            ends, kept = [len(run.history) for run in runs], [run.round for run in runs]
+            lines.append(stopped_line(label, ends, kept, of, int(settings["patience"]), runs[0].contract))
+    return lines
 
 
 def _p(p: float) -> str:
