@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from . import settings, terms
+from . import settings
 from .batch import Batch
 from .task import Loss, Phase, Task, Upload
 from .tree import Params, Tree
@@ -37,6 +37,8 @@ class Method:
     trains_generic: ClassVar[bool] = True
     """Whether the generic model as a whole is trained; where not, the mean of the personal models can be scored in its place."""
     needs_head: ClassVar[bool] = False
+    needs_classes: ClassVar[str] = ""
+    """Why it works with classification alone, in words that complete "fedrod, which …"; empty: with every objective."""
     averages: ClassVar[bool] = (
         False  # whether `merge` puts a plain mean into "params", which a server optimizer may follow
     )
@@ -55,7 +57,7 @@ class Method:
     """Whether phases of other models than `params` come last and nothing that goes up depends on them, so that they can run
     after the upload has left."""
     plain_loss: ClassVar[bool] = True
-    """Whether the objective is cross-entropy alone, so that an engine may use a loop of its own for it."""
+    """Whether a phase's loss is the objective's alone, so that an engine may use a loop of its own for it."""
     per_sample: ClassVar[frozenset[str]] = frozenset()
     """Entries of the memory with one row for each of the client's samples."""
     upload_varies: ClassVar[bool] = False
@@ -121,8 +123,8 @@ class Method:
         return (Phase(),)
 
     def fit(self, task: Task, params: Params, batch: Batch) -> Tensor:
-        """*Client.* Return the data term: cross-entropy."""
-        return terms.cross_entropy(task.logits(params, batch), batch)
+        """*Client.* Return the data term: the objective's loss."""
+        return task.fit(task.logits(params, batch), batch)
 
     def loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
         """*Client.* Return the objective of a phase that does not bring its own."""

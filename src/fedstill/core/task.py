@@ -14,6 +14,7 @@ from torch.func import grad, grad_and_value, vmap
 from . import plan, tree
 from .batch import Batch
 from .errors import InputError, NoSamples, Shown
+from .objective import CLASSES, Objective
 from .optim import SGD
 from .plan import Length
 from .secret import Secret
@@ -125,6 +126,7 @@ class Site:
     samples: Tensor  # how many there are
     steps: Tensor  # how many SGD steps the method's phases take this round
     last: Tensor  # the round in which the client last trained (float64); 0: it has not taken part yet
+    balance: Tensor | None = None  # the weights of the classes, where they have any
 
 
 class Absent:
@@ -182,6 +184,7 @@ class Task:
     seed: int = 0
     average: Average = tree.mean
     private: SampleNoise | None = None  # how phases of "params" protect single samples; None: not
+    objective: Objective = CLASSES  # what is learned: the loss, and what distillation means
 
     def at_site(self, site: Site) -> Task:
         """Return the task as a client with this data sees it."""
@@ -201,6 +204,28 @@ class Task:
         """Return the model's output in training: dropout on, BatchNorm over the batch, which updates its running statistics."""
         return self.net(params, batch.x, train=True, key=batch.key, mask=batch.mask)
 
+    # ---- the objective -----------------------------------------------------------------------------------------------
+    def fit(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return the data loss of a batch: cross-entropy, squared error, …, by the objective."""
+        return self.objective.loss(outputs, batch, self._balance)
+
+    def each(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return the data loss, one number a sample."""
+        return self.objective.each(outputs, batch.y, self._balance)
+
+    def distill(self, teacher: Tensor, student: Tensor, tau: float, batch: Batch) -> Tensor:
+        """Return what holds a student to a teacher, averaged over a batch: KL(q_τ(teacher) ‖ q_τ(student)), by the objective."""
+        return self.objective.distill(teacher, student, tau, batch)
+
+    def distill_each(self, teacher: Tensor, student: Tensor, tau: float, batch: Batch) -> Tensor:
+        """Return the same, one number a sample."""
+        return self.objective.distill_each(teacher, student, tau, batch.y)
+
+    @property
+    def _balance(self) -> Tensor | None:
+        return None if self.site is None else self.site.balance
+
+    # ---- the model ---------------------------------------------------------------------------------------------------
     def gated_logits(self, params: Params, batch: Batch, gates: Mapping[str, Tensor]) -> Tensor:
         """Return training output with modules' inputs multiplied by gates; BatchNorm's running statistics stay unchanged."""
         copies = {name: params[name].clone() for name in self.net.buffers}
@@ -255,7 +280,7 @@ class Task:
         with torch.no_grad():
             params = {name: self.net.fast_layout(value) for name, value in params.items()}
             for rows in torch.split(site.index, CHUNK):
-                taps = {first: site.y}
+                taps = {first: site.index}
                 self.net(params, site.x[rows], train=False, taps=taps)
                 parts.append(taps[first].flatten(1))
         return torch.cat(parts)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import tree
 from .batch import Batch
+from .errors import InputError, Shown
 from .tree import Params
 
 
@@ -22,7 +23,11 @@ def mean(values: Tensor, batch: Batch) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
-    """CE: −log softmax(logits)[y], averaged over the batch."""
+    """CE: −log softmax(logits)[y], averaged over the batch; `Task.fit` is the data loss of any objective."""
+    if batch.y.ndim != logits.ndim - 1 or logits.ndim != 2 or batch.y.is_floating_point():
+        shown = f"targets of shape {tuple(batch.y.shape)} and type {batch.y.dtype}"
+        right = "one whole number a sample: task.fit(outputs, batch) is the loss of every objective"
+        raise InputError("terms.cross_entropy", Shown(shown), right)
     if batch.mask is None:
         return F.cross_entropy(logits, batch.y)
     return mean(F.cross_entropy(logits, batch.y, reduction="none"), batch)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .errors import InputError
+from .objective import read_weights
 from .settings import Group, setting
 
 REAL = "real"  # the profile of a deployment: its clients are real, and so are the seconds
@@ -65,11 +66,20 @@ class LocalTraining(Group):
     )
     nesterov: bool = setting(False, "Nesterov's momentum", group="local training")
     weight_decay: float = setting(0.0, "weight decay of SGD", least=0, group="local training")
+    class_weights: str = setting(
+        "none",
+        "weights of the classes in the loss: none; balanced, by each client's own training samples; or numbers with commas",
+        group="local training",
+    )
+    label_smoothing: float = setting(
+        0.0, "share of a target that goes to all classes alike", least=0, most=1, group="local training"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.nesterov and not self.momentum:
             raise InputError("nesterov", True, "false, or a momentum above 0")
+        read_weights(self.class_weights)
 
     def unused(self) -> dict[str, str]:
         """Return the epochs where steps are counted."""
@@ -257,15 +267,24 @@ class FurtherScores(Group):
     fine_tune_part: Literal["head", "all"] = setting("head", "what these epochs train", group="scores")
     newcomers: int = setting(0, "clients, by the seed, that join only after the federation", least=0, group="scores")
     join_epochs: int = setting(5, "epochs that a newcomer then trains on its own data", least=1, group="scores")
+    metrics: tuple[str, ...] = setting(
+        (),
+        "metrics beside accuracy, with commas: f1, auroc, ece, rmse, … or a function of your own, FILE.py:NAME; "
+        "empty: the usual ones of the objective",
+        group="scores",
+    )
+    score_metric: str = setting(
+        "", "the contract: which metric; empty: accuracy, or what the objective has in its place", group="scores"
+    )
     score_model: Literal["personal", "generic", "fine-tuned", "new", "external", "averaged", "newcomers"] = setting(
         "personal", "the evaluation contract of tables, figures and summaries: which model", group="scores"
     )
     score_clients: Literal["all", "participants", "common"] = setting(
         "all", "the contract: whose test data; common: the common test set", group="scores"
     )
-    score_mean: Literal["client", "sample", "training"] = setting(
-        "client", "the contract: what counts alike, clients, test samples or (a client's weight) training samples",
-        group="scores",
+    score_mean: Literal["client", "sample", "training", "pooled"] = setting(
+        "client", "the contract: what counts alike, clients, test samples or (a client's weight) training samples; pooled: the "
+        "metric of all clients' predictions together", group="scores",
     )  # fmt: skip
     score_round: Literal["last", "mean10", "best-val", "best-test"] = setting(
         "last", "the contract: which round; mean10: mean of the last ten scored", group="scores"

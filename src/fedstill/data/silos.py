@@ -13,8 +13,10 @@ import numpy as np
 
 from ..core.errors import InputError, Shown, first_line
 from ..core.memory import in_words, require
-from .dataset import Array, Dataset, dataset, samples, targets
+from . import targets as target_forms
+from .dataset import Dataset, dataset, samples
 from .files import npz, regular, wrong
+from .targets import AUTO, Array
 
 LABELS = ("label", "y")
 LONGEST_LINE = 16 << 20  # bytes
@@ -25,7 +27,7 @@ def silo_files(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if p.suffix.lower() in (".csv", ".npz") and p.is_file())
 
 
-def silo_set(name: str, folder: Path) -> Dataset | None:
+def silo_set(name: str, folder: Path, objective: str = AUTO) -> Dataset | None:
     """Read a folder of silos (sorted by file name, each a client); return None where there is no such file."""
     files = silo_files(folder)
     if not files:
@@ -39,7 +41,7 @@ def silo_set(name: str, folder: Path) -> Dataset | None:
         else:
             x, y, test = npz(path)
         xs.append(samples(str(path), x))
-        ys.append(targets(str(path), y, len(x)))
+        ys.append(y)
         if xs[-1].shape[1:] != xs[0].shape[1:] or xs[-1].dtype != xs[0].dtype:
             raise wrong(path, f"samples of {_describe(xs[0])} as in {files[0].name} (it has {_describe(xs[-1])})")
         tests.append(test)
@@ -51,7 +53,11 @@ def silo_set(name: str, folder: Path) -> Dataset | None:
     for path, x in zip(files, test_x, strict=False):
         if x.shape[1:] != xs[0].shape[1:] or x.dtype != xs[0].dtype:
             raise wrong(path, f"test samples of {_describe(xs[0])} (it has {_describe(x)})")
-    test_y = [targets(str(p), t[1], len(t[0])) for p, t in zip(files, tests, strict=True) if t is not None]
+    given = [t for t in tests if t is not None]
+    kind = target_forms.decide(str(folder), [*ys, *(t[1] for t in given)], objective)
+    ys = [target_forms.read(str(p), y, len(x), kind) for p, y, x in zip(files, ys, xs, strict=True)]
+    test_y = [target_forms.read(str(p), t[1], len(t[0]), kind) for p, t in zip(files, given, strict=False)]
+    target_forms.size_of(str(folder), [*ys, *test_y], kind)
     return dataset(
         name,
         str(folder),
@@ -61,6 +67,7 @@ def silo_set(name: str, folder: Path) -> Dataset | None:
         owner=np.repeat(np.arange(len(xs)), [len(x) for x in xs]),
         test_owner=np.repeat(np.arange(len(test_x)), [len(x) for x in test_x]) if test_x else None,
         groups=tuple(path.stem for path in files),
+        objective=kind,
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.method import Method, Phase
+from ..core.metric import NO_METRICS, Measures
 from ..core.optim import SGD
 from ..core.plan import JointPlan, Length, Plan
 from ..core.secret import Secret
@@ -138,6 +139,7 @@ class Bench:
     data: ClientData
     varied: Mapping[str, Sequence[float]] = field(default_factory=dict)  # fields that differ between clients
     hidden: Hidden | None = None  # what DP-SGD draws from at a client whose server must not know it (engine `one`)
+    measures: Measures = NO_METRICS  # the metrics beside the objective's score
 
     @property
     def net(self) -> Net:
@@ -224,8 +226,18 @@ class Bench:
         samples, made = (
             torch.tensor(n, dtype=self.net.dtype, device=train.y.device) for n in (train.sizes[client], steps)
         )
-        task = self.at(round, Site(x, y, index, samples, made, when))
+        balance = None if isinstance(y, Absent) else self.balance(client)
+        task = self.at(round, Site(x, y, index, samples, made, when, balance))
         return dataclasses.replace(task, lr=self.varied["lr"][client]) if "lr" in self.varied else task
+
+    def balance(self, client: int) -> Tensor | None:
+        """Return the weights of the classes for a client, by its training targets; None where all weigh alike."""
+        if self.task.objective.class_weights is None:
+            return None
+        train = self.data.train
+        train.check_held([client])
+        first = train.starts[client]
+        return self.task.objective.balance(train.y[first : first + train.sizes[client]])
 
 
 class Hidden(Protocol):

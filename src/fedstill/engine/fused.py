@@ -45,7 +45,11 @@ class Layer:
 def recognise(bench: Bench, follow: Callable[[Net], tuple[Layer, ...]] | None = None) -> Perceptron | None:
     """Return the loop for this bench if the model is such a chain and the method trains it by cross-entropy; else None."""
     net = bench.net
-    if not bench.method.plain_loss or net.device.type != "cpu" or bench.task.private is not None:
+    if (
+        not (bench.method.plain_loss and bench.task.objective.plain)
+        or net.device.type != "cpu"
+        or bench.task.private is not None
+    ):
         return None
     layers = (follow or _follow)(net)
     return Perceptron(layers) if layers and _agrees(bench, layers) else None

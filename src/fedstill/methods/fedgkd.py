@@ -21,7 +21,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..core import terms, tree
+from ..core import tree
 from ..core.batch import Batch
 from ..core.method import Upload
 from ..core.settings import setting
@@ -65,8 +65,8 @@ class FedGKD(FedAvg):
         if "teacher" not in local:
             return self.fit(task, params, batch)
         logits = task.logits(params, batch)
-        penalty = terms.kl(local["teacher"][batch.index], logits, 1.0, batch)
-        return terms.cross_entropy(logits, batch) + self.gamma / 2 * penalty
+        penalty = task.distill(local["teacher"][batch.index], logits, 1.0, batch)
+        return task.fit(logits, batch) + self.gamma / 2 * penalty
 
     def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
         """The mean of the w_k; the model that they started from is now a past one."""

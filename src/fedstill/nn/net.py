@@ -259,8 +259,11 @@ class Net:
             out: Tensor = call(x)
         return out.to(self.dtype) if self.execution.bf16 else out
 
-    def probe(self, x: Tensor, classes: int) -> None:
-        """Run one and two samples through the model and refuse what cannot be trained reproducibly, before any work."""
+    def probe(self, x: Tensor, output: tuple[int, ...], exact: bool = False) -> None:
+        """Run one and two samples through the model and refuse what cannot be trained reproducibly, before any work.
+
+        `output` is the shape that a sample's output should have; unless `exact`, the last number may be larger.
+        """
         name = Shown(type(self.module).__name__)
         pair = torch.cat([x[:1], x[:1]]) if len(x) < 2 else x[:2]
         watch = ExecutionMode(torch.zeros((), dtype=torch.int64, device=x.device), None)
@@ -281,9 +284,13 @@ class Net:
                 right = "free of randomness other than nn.Dropout and nn.Dropout1d/2d/3d in training"
                 raise InputError("model", name, right)
         for rows, out in ((2, logits), (1, lone), (2, scored), (1, alone)):
-            if not isinstance(out, Tensor) or out.ndim != 2 or len(out) != rows or out.shape[1] < classes:
-                got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-                right = f"a model with an output of shape [batch, {classes}]"
+            got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            if (
+                not isinstance(got, tuple)
+                or got[:-1] != (rows, *output[:-1])
+                or (got[-1] != output[-1] if exact else got[-1] < output[-1])
+            ):
+                right = f"a model with an output of shape [batch, {', '.join(map(str, output))}]"
                 raise InputError("model", Shown(f"{name} with output {got} for {rows} samples"), right)
         slack = 1e-9 if scored.dtype == torch.float64 else 1e-3
         if (scored[:1] - alone).abs().max() > slack * (1 + alone.abs().max()):
@@ -297,7 +304,7 @@ class Net:
             raise InputError("model", Shown(f"buffer {changed[0]}"), right)
         self.has_dropout, self.example = watch.dropouts > 0, pair
         self.has_batchnorm = self.has_batchnorm or watch.norms > 0  # also one that a forward pass calls by itself
-        self.outputs = int(logits.shape[1])
+        self.outputs = int(logits.shape[-1])
 
 
 def _slots(module: nn.Module, tied: dict[str, str]) -> list[Slot]:

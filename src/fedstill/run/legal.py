@@ -44,6 +44,9 @@ def check(method: Method, task: Task, training: Training) -> None:
             raise InputError(name, value, f"at most {largest:g} with dtype {training.dtype}")
     everyone = task.clients + training.newcomers
     scores.newcomers(Plan(training.seed, training.batch_size), everyone, training.newcomers)
+    if method.needs_classes and task.objective.name != "classification":
+        right = f"'classification' with {method.id}, which {method.needs_classes}"
+        raise InputError("objective", task.objective.name, right)
     method.check(task)
     if training.fine_tune and training.fine_tune_part == "head":
         task.need_split()
