@@ -27,7 +27,7 @@ def decide(where: str, ys: Sequence[Array], objective: str = AUTO) -> ObjectiveN
     """Return the objective that targets are for: as it is said, else as their form and type say.
 
     Whole numbers [n]: classification. Numbers with fractions [n], real numbers [n, k]: regression. 0 and 1 as whole numbers or
-    truth values [n, k]: multilabel. Other matrices must be said.
+    truth values [n, k > 1]: multilabel. Other matrices must be said.
     """
     if objective != AUTO:
         if objective not in NAMES:
@@ -40,10 +40,10 @@ def decide(where: str, ys: Sequence[Array], objective: str = AUTO) -> ObjectiveN
     binary = all(np.isin(y, (0, 1)).all() for y in ys)
     if all(y.dtype.kind == "f" for y in ys) and not binary:
         return "regression"
-    if all(y.dtype.kind in "bui" for y in ys) and binary:
+    if all(y.dtype.kind in "bui" and y.shape[1] > 1 for y in ys) and binary:
         return "multilabel"
     raise InputError(
-        where, Shown(f"targets of shape {ys[0].shape} and type {ys[0].dtype}"), f"one label a sample, or {SAY}"
+        where, Shown(f"targets of shape {ys[0].shape} and type {ys[0].dtype}"), f"one label for each sample, or {SAY}"
     )
 
 

@@ -16,6 +16,7 @@ from .. import scores
 from ..core import settings, tree
 from ..core.errors import CannotStack, TrainingError
 from ..core.memory import available as available_memory
+from ..core.metric import measure_of
 from ..core.plan import JointPlan, Plan
 from ..edge.data_manager import join
 from ..edge.edge import Edge, MemoryStore
@@ -222,6 +223,7 @@ def _coordinator(
     if start.journal is not None and stop is not None:
         callbacks.append(StopCallback(stop))
     per_round = count(sim.task.clients, training.participation)
+    lower = measure_of(sim.task.objective.metric).lower
     return Coordinator(
         sim.method,
         sim.task,
@@ -241,7 +243,7 @@ def _coordinator(
         common=None if sim.data.common is None else functools.partial(sim.common_score, trainer),
         measures=dataclasses.replace(sim.trainer.bench.measures, rows=not live),
         away=frozenset(sim.newcomers),
-        watch=scores.forgetting if training.forgetting else None,
+        watch=functools.partial(scores.forgetting, lower=lower) if training.forgetting else None,
         tests={
             "test": sim.data.test.sizes,
             "train": sim.data.train.sizes,

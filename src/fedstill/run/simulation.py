@@ -147,7 +147,8 @@ def complete(experiment: Experiment, federation: Federation) -> Experiment:
     kind = federation.partition_record.get("kind")
     dealt = experiment.dealt(kind if kind in ("owner", "domain", "iid") else None)
     data = PYTHON if kind == "arrays" else dealt.data
-    return dataclasses.replace(dealt, clients=len(federation), data=data, objective=federation.objective)
+    objective = dealt.objective if federation.objective == "classification" else federation.objective
+    return dataclasses.replace(dealt, clients=len(federation), data=data, objective=objective)
 
 
 def resume(
