@@ -11,6 +11,7 @@ from typing import Any
 from .. import data as sources
 from ..core import files, reading
 from ..core.errors import InputError, Shown, TrainingError
+from ..core.metric import measure_of
 from ..core.training import REAL
 from ..data import Federation
 from ..deploy import audit, demo, hub, jobs, process, web
@@ -304,7 +305,12 @@ def demonstrate(given: Mapping[str, Any]) -> None:
 # ---- helpers ---------------------------------------------------------------------------------------------------------
 def _line(record: Mapping[str, Any], rounds: int, names: Sequence[str]) -> str:
     """Return a round in a line: how good, how long, and who was missing."""
-    accuracy = f"personal {record['personal']:.1%}" if "personal" in record else f"loss {record['loss']:.3f}"
+    measure = measure_of("", record)
+    accuracy = (
+        f"personal {measure.words(record['personal'], 1).replace(' %', '%')}"
+        if "personal" in record
+        else f"loss {record['loss']:.3f}"
+    )
     away = [names[k] for k in record.get("missing", ())]
     missing = f", without {', '.join(away)}" if away else ""
     return f"round {record['round']}/{rounds}: {accuracy}, {record['seconds']:.1f} s{missing}"

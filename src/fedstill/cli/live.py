@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from ..core.metric import measure_of
 from ..report.costs import duration
 from .screen import console, say
 
@@ -52,7 +53,7 @@ class Meter:
         self.steps += 1
         self.done = done
         if "personal" in record:
-            self.accuracy = f"{100 * record['personal']:.1f} %"
+            self.accuracy = measure_of("", record).words(record["personal"], 1)
 
     def left(self) -> str:
         """Return the time left, or the time spent once all rounds are over."""

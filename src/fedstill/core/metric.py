@@ -20,6 +20,7 @@ from torch import Tensor
 from . import statistics as stats
 from .errors import InputError, first_line, nearest
 from .objective import CLASSES, Objective
+from .own import short
 from .statistics import Family, Statistics
 from .tree import Tree
 
@@ -59,6 +60,22 @@ class Measure:
     def words(self, value: float, places: int = 2) -> str:
         """Format a number with its unit."""
         return f"{self.text(value, places)} %" if self.share else f"{self.title} {_four(value)}"
+
+    @property
+    def indefinite(self) -> str:
+        """The title with its article: "an accuracy", "a macro F1", "an MAE"."""
+        return f"{'an' if self.title[:1] in 'aeiouAEFHILMNORSX' else 'a'} {self.title}"
+
+    @property
+    def capital(self) -> str:
+        """The title at the beginning of a sentence."""
+        return self.title[:1].upper() + self.title[1:]
+
+    def heading(self, what: str = "") -> str:
+        """Return a column's heading: "personal %", "personal MAE", or for a metric by itself its title."""
+        if what:
+            return f"{what} {self.mark}"
+        return f"{self.title} %" if self.share else self.title
 
     def better(self, a: float, b: float) -> bool:
         """Return whether a is better than b."""
@@ -149,6 +166,17 @@ def measure_of(name: str, record: Mapping[str, Any] | None = None) -> Measure:
     return Measure(name, name, lower=name in record.get("lower", ()))
 
 
+def metrics_in(record: Mapping[str, Any]) -> list[str]:
+    """Return the metrics that a record has beside the run's own score.
+
+    >>> metrics_in({"personal_clients": {}, "personal_f1_clients": {}, "personal_f1": 0.5})
+    ['f1']
+    """
+    first, last = "personal_", "_clients"
+    names = [name[len(first) : -len(last)] for name in record if name.startswith(first) and name.endswith(last)]
+    return [name for name in names if name and name != record.get("metric")]
+
+
 def own(name: str, function: Function) -> Metric:
     """Return a metric that somebody's own function computes, as `function(targets, predictions)` on arrays.
 
@@ -196,7 +224,7 @@ class Measures:
         found = []
         known = {name: metric for name, metric in METRICS.items() if objective.name in metric.objectives}
         for name in dict.fromkeys(names or objective.beside):
-            metric = own(name, functions[name]) if functions and name in functions else known.get(name)
+            metric = own(short(name), functions[name]) if functions and name in functions else known.get(name)
             if metric is None or objective.name not in metric.objectives:
                 right = f"one that {objective.name} has: {nearest(name, known)}"
                 raise InputError("metrics", name, right)

@@ -296,6 +296,11 @@ class FurtherScores(Group):
         group="scores",
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = [name.strip() for words in self.metrics for name in words.split(",")]
+        object.__setattr__(self, "metrics", tuple(filter(None, names)))
+
     def unused(self) -> dict[str, str]:
         """Return what belongs to a score that is not asked for."""
         unused = super().unused()

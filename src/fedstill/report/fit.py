@@ -9,9 +9,9 @@ from typing import TypeAlias
 Columns: TypeAlias = Sequence[tuple[str, Sequence[str]]]
 
 GAP = 2  # blanks between columns
-FIRST = ("steps", "FLOPs", "B", "seconds", "per sample %")  # are left out, in this order; units without their prefix
-LAST = ("ε", "worst 10 %", "generic %", "seeds")  # and these when nothing else is left
-ALWAYS = ("personal %", "score %")  # never, as the first column never is
+FIRST = ("steps", "FLOPs", "B", "seconds", "per sample")  # are left out, in this order; units without their prefix
+LAST = ("ε", "worst 10 %", "generic", "seeds")  # and these when nothing else is left
+ALWAYS = ("personal", "score")  # never, as the first column never is
 
 
 def fit(cells: Columns, width: int | None) -> tuple[list[tuple[str, Sequence[str]]], list[str]]:
@@ -24,7 +24,7 @@ def fit(cells: Columns, width: int | None) -> tuple[list[tuple[str, Sequence[str
     (['kB'], [])
     """
     shown = list(cells)
-    optional = [i for i, (heading, _) in enumerate(cells) if i and heading not in ALWAYS]
+    optional = [i for i, (heading, _) in enumerate(cells) if i and _name(heading) not in ALWAYS]
     optional.sort(key=partial(_rank, cells))
     while width is not None and optional and _width(shown) > width:
         shown.remove(cells[optional.pop(0)])
@@ -37,11 +37,17 @@ def _width(cells: Columns) -> int:
 
 def _rank(cells: Columns, number: int) -> tuple[int, int]:
     """Return when a column is left out; those of equal rank are from the right."""
-    heading = cells[number][0]
+    heading = _name(cells[number][0])
     if heading in LAST:
         return len(FIRST) + 1 + LAST.index(heading), -number
     unit = heading[1:] if heading[:1] in tuple("kMGT") else heading
     return FIRST.index(unit) if unit in FIRST else len(FIRST), -number
+
+
+def _name(heading: str) -> str:
+    """Return a heading without what its numbers are: "personal %" and "personal MAE" are personal."""
+    name, _, mark = heading.rpartition(" ")
+    return name if name in (*FIRST, *LAST, *ALWAYS) and mark else heading
 
 
 def explained(notes: Sequence[str], left_out: Sequence[str]) -> list[str]:

@@ -187,7 +187,7 @@ class Evaluation:
         measure = self.measure(history)
         number = isinstance(target, int | float) and not isinstance(target, bool) and math.isfinite(target)
         if not number or (measure.share and not 0 <= target <= 1):
-            right = f"{_article(measure.title)} from 0 to 1" if measure.share else f"a finite number ({measure.title})"
+            right = f"{measure.indefinite} from 0 to 1" if measure.share else f"a finite number ({measure.title})"
             raise InputError("target", target, right)
         values = self.by_round(history)
         if not values:
@@ -249,12 +249,3 @@ class Evaluation:
             right = "another mean or metric: this one could not be computed of all clients' predictions together"
             raise InputError("metric", self.metric or "(the usual one)", right)
         return float(record[name])
-
-
-def _article(title: str) -> str:
-    """Return a title with its article.
-
-    >>> _article("accuracy"), _article("macro F1")
-    ('an accuracy', 'a macro F1')
-    """
-    return f"{'an' if title[0] in 'aeiou' else 'a'} {title}"

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..core.errors import TrainingError
 from ..core.method import Method, Upload
-from ..core.metric import ACCURACY, METRICS, NO_METRICS, Measure, Measures, measure_of
+from ..core.metric import METRICS, NO_METRICS, Measure, Measures, measure_of
 from ..core.plan import Plan
 from ..core.task import Average, Task
 from ..core.tree import Tree
@@ -314,7 +314,8 @@ class Coordinator:
     def described(self) -> Record:
         """Return what a record says of its metrics: which the score is where it is not accuracy, and own ones that fall."""
         own = [metric.name for metric in self.measures.metrics if metric.measure.lower and metric.name not in METRICS]
-        named = {} if self.measure == ACCURACY else {"metric": self.measure.name}
+        objective = self.task.objective
+        named = {} if objective.name == "classification" else {"objective": objective.name, "metric": objective.metric}
         return {**named, **({"lower": own} if own else {})}
 
     def unscored(self) -> bool:
