@@ -24,7 +24,7 @@ from ..run.result import Run
 from . import flags, show
 from .screen import results, say
 
-CONTRACT = ("score_model", "score_clients", "score_mean", "score_round")
+CONTRACT = ("score_model", "score_clients", "score_mean", "score_round", "score_metric")
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 40  # rounds of a curve that are drawn
 
