@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fedstill.cli import main
@@ -92,6 +93,40 @@ def test_another_exhibit_shares_the_runs(whole, capsys):
         == 0
     )
     assert "1 of them done before" in capsys.readouterr().out
+
+
+def test_other_files_under_the_same_name_are_run_anew(tmp_path, capsys):
+    words = [
+        TABLE,
+        "--only",
+        "mnist,fedavg",
+        "--scale",
+        SCALE,
+        "--seeds",
+        1,
+        "--device",
+        "cpu",
+        "--out",
+        tmp_path / "out",
+    ]
+    for name in ("one", "moved", "other"):
+        rng = np.random.default_rng(name == "other")
+        for part, count in (("train", 1200), ("t10k", 200)):
+            label, noise = np.arange(count) % 10, rng.integers(0, 60, (count, 28, 28))
+            images = (noise + 19 * label[:, None, None] * (rng.random((28, 28)) < 0.5)).astype(np.uint8)
+            write_idx(tmp_path / name / "mnist" / f"{part}-images-idx3-ubyte", images)
+            write_idx(tmp_path / name / "mnist" / f"{part}-labels-idx1-ubyte", label.astype(np.uint8))
+        assert run(*words, "--data-root", tmp_path / name) == 0
+        assert ("done before" in capsys.readouterr().out) == (name == "moved")
+        runs = [run for cell in results(tmp_path / "out")["cells"] for run in cell["runs"]]
+        assert len({run["data"]["mnist"] for run in runs}) == 1
+    assert len(list((tmp_path / "out" / "runs").iterdir())) == 4  # two models on either data
+
+
+def write_idx(path, values):
+    """Write an array as an IDX file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes([0, 0, 8, values.ndim]) + np.array(values.shape, ">i4").tobytes() + values.tobytes())
 
 
 def in_the_middle(out):
@@ -223,7 +258,8 @@ def test_the_list_fits_the_screen(columns, capsys, monkeypatch):
 def test_the_estimate_is_near_what_it_takes(tmp_path):
     """Within a factor of 4 here, because other tests run beside this one; within 2 on a quiet machine (docs/reproducing.md)."""
     planned = plan(find([TABLE]), "synthetic-mlr,fedavg,pfedkd-wcl", 1, Scale(0.03), {"device": "cpu"})
-    store, shelf = Store(tmp_path / "out"), Shelf()
+    shelf = Shelf()
+    store = Store(tmp_path / "out", lambda source: shelf.checksum(source, ""))
     guessed = cost.estimate(planned, store, shelf, "")
     assert all(not one.problem and one.left == 1 for one in guessed)
     began = time.perf_counter()

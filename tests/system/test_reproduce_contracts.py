@@ -45,7 +45,8 @@ def reproduced(out, paper, rows, seeds=1, **variant):
         "rows": [{"label": label, "id": label, **row} for label, row in rows.items()],
     }  # fmt: skip
     (exhibit,) = parsed(paper, {"tiny": table}, papers.load(paper)["reported"]).values()
-    planned, store, shelf = plan([exhibit], seeds=seeds), Store(out), Shelf()
+    planned, shelf = plan([exhibit], seeds=seeds), Shelf()
+    store = Store(out, lambda source: shelf.checksum(source, ""))
     assert not planned.refused
     runner = Runner(planned, store, shelf, "", "test", Quiet())
     runner.run()

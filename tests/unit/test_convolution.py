@@ -207,6 +207,7 @@ INTERPRETED = """
     SHAPES = [
         C.Shape(3, (9, 8), 3, 5, (5, 5), (1, 1), (0, 0), (1, 1)), C.Shape(2, (7, 7), 4, 6, (3, 3), (2, 2), (1, 1), (1, 1)),
         C.Shape(2, (8, 8), 16, 8, (1, 1), (2, 2), (0, 0), (1, 1)), C.Shape(2, (9, 9), 18, 8, (3, 3), (1, 1), (2, 2), (2, 2)),
+        C.Shape(2, (6, 7), 4, 17, (3, 2), (1, 1), (1, 0), (1, 2)),
     ]
     for s in SHAPES:
         x, w = torch.randn(2, s.batch, s.channels, *s.image), torch.randn(2, s.outputs, s.channels, *s.kernel)
@@ -215,9 +216,10 @@ INTERPRETED = """
             return grad(lambda x, w, b: (conv(x, w, b) ** 2).sum(), argnums=(0, 1, 2))
         def plain(x, w, b):
             return F.conv2d(x, w, b, s.stride, s.padding, s.dilation)
-        for way in ("triton 16 16 16 4 1 1", "triton 32 16 32 4 1 3"):
-            choices = A.Choices()
-            choices.algorithm = lambda *asked: way
+        for way in ("triton 16 16 16 4 1 1", "triton 32 16 32 4 1 3", "turned 16 16 16 4 1 1", "turned 32 16 32 4 1 3"):
+            choices, tile = A.Choices(), way.partition(" ")[2]
+            ways = {"forward": "triton", "input_grad": "turned" if C.turns(s) else "triton", "weight_grad": "weight_grad_rows"}
+            choices.algorithm = lambda operation, *asked: f"{ways[operation]} {tile}" if "turned" in way else way
             lowering = A.Lowering(choices, True)
             def conv(x, w, b):
                 return V.conv2d(x, w, b, s, lowering)
@@ -250,7 +252,8 @@ def test_triton_kernels_by_the_interpreter() -> None:
 @pytest.mark.parametrize("what", OPERATIONS)
 def test_the_kernels_are_traced_by_their_shapes_alone(what: str) -> None:
     """What tracing sees of a Triton kernel must have the shape that the oracle's result has."""
-    s = SHAPES[3]
+    s = Shape(2, (9, 11), 4, 3, (3, 2), (1, 1), (2, 0), (2, 3))
+    assert convolution.turns(s)
     x, w, _ = drawn(s)
     first, second, shape = {
         "forward": (x, w, (N, s.batch, *s.out, s.outputs)),
@@ -260,7 +263,11 @@ def test_the_kernels_are_traced_by_their_shapes_alone(what: str) -> None:
     given = [t.permute(0, 1, 3, 4, 2).contiguous() for t in (first, second)]
     with FakeTensorMode() as mode:
         a, b = map(mode.from_tensor, given)
-        assert convolution.apply("triton 16 16 16 4 1 1", what, a, b, s, True).shape == shape
+        ways = {"input_grad": ("triton", "turned"), "weight_grad": ("triton", "weight_grad_rows")}.get(
+            what, ("triton",)
+        )
+        for way in ways:
+            assert convolution.apply(f"{way} 16 16 16 4 1 1", what, a, b, s, True).shape == shape
 
 
 # ---- choices --------------------------------------------------------------------------------------------------------------
@@ -275,7 +282,7 @@ def test_candidates_and_the_default() -> None:
         assert found[:2] == [PRODUCT, GROUPED]
         assert len(set(found)) == len(found) > 2
         for tile in found[2:]:
-            bm, bn, bk, *_ = map(int, tile.removeprefix("triton ").split())
+            bm, bn, bk, *_ = map(int, tile.split()[1:])
             assert all(v >= 16 and v & (v - 1) == 0 for v in (bm, bn, bk))
         assert autotune.default(what, s, torch.float32, cuda=True, triton=True) == found[2]
         assert autotune.default(what, s, torch.float64, cuda=True, triton=True) == GROUPED

@@ -281,23 +281,29 @@ def test_a_run_from_python_goes_on_by_the_same_call_only(tmp_path: Path) -> None
 
 
 def test_the_state_is_kept_as_often_as_costs_little() -> None:
-    """After the first round; then when 50 times what that took is over, and at the latest after ten rounds."""
+    """After the first round; then when 50 times what that took is over, or 300 s if it took less than 30."""
+    assert kept_rounds(saving=0.1, round_seconds=1.5, rounds=30) == [1, 8, 15, 22, 29]
+    assert kept_rounds(saving=4.0, round_seconds=20, rounds=50) == [1, 16, 31, 46]  # 8 s in 300, less than a tenth
+    assert kept_rounds(saving=40.0, round_seconds=100, rounds=20) == [1, 9, 17]  # 80 s in 800: not before
+
+
+def kept_rounds(saving: float, round_seconds: float, rounds: int) -> list[int]:
     now = [0.0]
     pace, kept = Pace(lambda: now[0]), []
 
-    def saving():
-        now[0] += 0.1
+    def save():
+        now[0] += saving
         yield
 
-    for round in range(1, 31):
-        now[0] += 1.5
+    for round in range(1, rounds + 1):
+        now[0] += round_seconds
         due = [pace.due(round) for _ in range(2)]  # of two runs side by side
         assert due[0] == due[1]
         if due[0]:
             kept.append(round)
             for _ in range(2):
-                list(pace.timed(saving()))
-    assert kept == [1, 8, 10, 17, 20, 27, 30]
+                list(pace.timed(save()))
+    return kept
 
 
 def test_a_kill_costs_at_most_a_round_where_saving_is_cheap(tmp_path: Path) -> None:

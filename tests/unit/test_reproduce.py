@@ -14,7 +14,7 @@ import pytest
 from fedstill import papers
 from fedstill.core import files
 from fedstill.core.errors import InputError
-from fedstill.data.dataset import dataset
+from fedstill.data.dataset import Dataset, dataset
 from fedstill.methods.pfedsd import PFedSD
 from fedstill.papers import Contract
 from fedstill.reproduce import filters, layout, quick, score, sources, write
@@ -292,9 +292,14 @@ def test_curves_are_averaged_over_the_rounds_that_all_have():
 
 
 # ---- what is kept ----------------------------------------------------------------------------------------------------------
+def content(source):
+    """Return the checksum of every source."""
+    return "sha256:one"
+
+
 def kept(tmp_path, experiment, scale=WHOLE):
     """A store with one result."""
-    store = Store(tmp_path)
+    store = Store(tmp_path, content)
     folder = store.folder(store.name(experiment, scale))
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"round": 1}\n')
@@ -316,6 +321,62 @@ def test_a_result_is_found_by_its_settings(tmp_path):
     assert store.read(experiment, Scale(0.5)) is None
 
 
+def test_other_data_of_the_same_name_have_no_result(tmp_path):
+    experiment = Experiment(rounds=1, device="cpu")
+    kept(tmp_path, experiment)
+    assert Store(tmp_path, content).read(experiment, WHOLE).data == {"digits": "sha256:one"}
+    other = Store(tmp_path, lambda source: "sha256:two")
+    assert other.read(experiment, WHOLE) is None
+    absent = Store(
+        tmp_path, lambda source: None
+    )  # which data are meant is plain, as long as there are results of one only
+    assert absent.read(experiment, WHOLE).data == {"digits": "sha256:one"}
+    other.fail(experiment, WHOLE, "the loss is nan", "fedstill reproduce x")
+    assert other.read(experiment, WHOLE).failed
+    assert not Store(tmp_path, content).read(experiment, WHOLE).failed
+    assert absent.read(experiment, WHOLE) is None
+    scored = dataclasses.replace(experiment, external="usps")  # of which there are no external scores
+    assert Store(tmp_path, content).read(scored, WHOLE) is None
+
+
+def test_a_result_without_a_checksum_of_its_data_is_not_found(tmp_path):
+    experiment = Experiment(rounds=1, device="cpu")
+    store, folder = kept(tmp_path, experiment)
+    record = files.unseal(folder / RESULT)
+    for change in ({"format": 1}, {"data": None}, {"data": {}}):
+        files.write(folder / RESULT, files.seal({**record, **change}))
+        assert store.read(experiment, WHOLE) is None, change
+
+
+def test_data_are_known_by_their_content_not_their_place(tmp_path):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(40, 3)).astype(np.float32), rng.integers(0, 2, 40)
+    for name, x_of in (("one", x), ("moved", x), ("other", x + 1)):
+        (tmp_path / name).mkdir()
+        np.savez(tmp_path / name / "usps.npz", train_x=x_of, train_y=y, test_x=x_of[:9], test_y=y[:9])
+    shelf = Shelf()
+    one, moved, other, absent = (
+        shelf.checksum("usps", str(tmp_path / name)) for name in ("one", "moved", "other", "absent")
+    )
+    assert one == moved != other
+    assert one is not None
+    assert absent is None
+
+
+@pytest.mark.parametrize("field", ["x", "y", "test_x", "test_y", "owner", "domain"])
+def test_every_array_of_a_data_set_is_in_its_checksum(field):
+    given = {
+        "x": np.zeros((4, 2), np.float32), "y": np.array([0, 1, 0, 1]), "test_x": np.zeros((2, 2), np.float32),
+        "test_y": np.array([0, 1]), "owner": np.array([0, 0, 1, 1]), "domain": np.array([0, 1, 0, 1]),
+    }  # fmt: skip
+    changed = given[field].copy()
+    changed[0] = 1 - changed[0]
+    assert Dataset("a", classes=2, **given).checksum() == Dataset("b", classes=2, **given).checksum()
+    assert (
+        Dataset("a", classes=2, **given).checksum() != Dataset("a", classes=2, **{**given, field: changed}).checksum()
+    )
+
+
 def test_what_is_half_written_is_no_result(tmp_path):
     experiment = Experiment(rounds=1, device="cpu")
     store, folder = kept(tmp_path, experiment)
@@ -332,7 +393,7 @@ def test_what_is_half_written_is_no_result(tmp_path):
 
 def test_a_failure_is_kept_with_its_reason(tmp_path):
     experiment = Experiment(rounds=1, device="cpu")
-    store = Store(tmp_path)
+    store = Store(tmp_path, content)
     store.fail(experiment, WHOLE, "the loss is nan", "fedstill reproduce x")
     assert store.read(experiment, WHOLE).failed == "the loss is nan"
 

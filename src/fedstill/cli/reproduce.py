@@ -82,7 +82,8 @@ def reproduce(argv: Sequence[str]) -> None:
         root = machine.pop("data_root", "")
         planned = plan(find(words), options.only, options.seeds, Scale(options.scale), machine)
     sources.check((trial.experiment for trial in planned.wanted), root)
-    store, shelf = Store(Path(options.out)), Shelf()
+    shelf = Shelf()
+    store = Store(Path(options.out), lambda source: shelf.checksum(source, root))
     if options.dry_run:
         say(cost.report(planned, store, shelf, root, _width()))
         return

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TypeAlias
+from dataclasses import fields, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..core.errors import CannotStack, InputError
-from ..data.federation import Federation
+from ..data.federation import Client, Federation
 from ..data.samples import Part, Samples, Splits
 
 
@@ -40,6 +41,24 @@ class DataManager(Splits):
         )
         object.__setattr__(self, "clients", len(federation))
         object.__setattr__(self, "common", common)
+
+
+_resident: weakref.WeakKeyDictionary[Federation, tuple[Any, DataManager]] = weakref.WeakKeyDictionary()
+
+
+def on_device(federation: Federation, device: torch.device, dtype: torch.dtype) -> DataManager:
+    """Return a federation's data on a device; on a GPU, runs on the same federation share what was uploaded last.
+
+    Tensors that were written to since are uploaded again.
+    """
+    if device.type == "cpu":
+        return DataManager(federation, device, dtype)
+    tensors = [getattr(client, f.name) for client in federation.clients for f in fields(Client)]
+    key = (device, dtype, tuple((id(t), t._version) for t in tensors if isinstance(t, Tensor)))
+    known = _resident.get(federation)
+    if known is None or known[0] != key:
+        known = _resident[federation] = key, DataManager(federation, device, dtype)
+    return known[1]
 
 
 def join(managers: Sequence[DataManager]) -> Splits:

@@ -209,7 +209,7 @@ class Edge:
         """Return the client's own model, given what came down."""
         slot = self.slot(order)
         memory, last = self.memory(slot)
-        method, task = self.methods[order.run], self.trainer.bench.home(order.round, slot, last)
+        method, task = self.methods[order.run], self.trainer.bench.home(order.round, slot, last, shared=True)
         with explained(method, task, stacked=False):
             return method.personal(task, order.down, memory)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
@@ -140,6 +140,7 @@ class Bench:
     varied: Mapping[str, Sequence[float]] = field(default_factory=dict)  # fields that differ between clients
     hidden: Hidden | None = None  # what DP-SGD draws from at a client whose server must not know it (engine `one`)
     measures: Measures = NO_METRICS  # the metrics beside the objective's score
+    _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # what `home` gives to many clients
 
     @property
     def net(self) -> Net:
@@ -208,27 +209,45 @@ class Bench:
         """Return the task as a client sees it."""
         return dataclasses.replace(self.task, round=round, site=site)
 
-    def home(self, round: int, client: int, last: int = 0) -> Task:
+    def home(self, round: int, client: int, last: int = 0, shared: bool = False) -> Task:
         """Return the task as a client by itself sees it, with its own training data and no padding.
 
-        Where its samples are not in this process, only what asks for them fails.
+        Where its samples are not in this process, only what asks for them fails. With `shared` they are rows of everybody's,
+        so that nothing is copied before it is asked for, and whether it has taken part is known on the host.
         """
-        train, steps = self.data.train, self.steps(client, self.phases(round))
+        train = self.data.train
+        device, size = train.y.device, train.sizes[client]
         x: Any
         y: Any
         index: Any
         if train.held is not None and client not in train.held:
             x = y = index = Absent(client)
+        elif shared:
+            x, y, start = train.x, train.y, train.starts[client]
+            index = self._once(len(y), lambda n: torch.arange(n, device=device), "rows")[start : start + size]
         else:
             x, y = train.of(client)
-            index = torch.arange(len(y), device=y.device)
-        when = torch.tensor(float(last), dtype=torch.float64, device=train.y.device)
-        samples, made = (
-            torch.tensor(n, dtype=self.net.dtype, device=train.y.device) for n in (train.sizes[client], steps)
-        )
+            index = torch.arange(size, device=device)
+        when = torch.tensor(float(last), dtype=torch.float64, device="cpu" if shared else device)
+        if self._made.get("round") != round:
+            self._made.update(round=round, steps={})
+        steps = self._made["steps"]
+        if size not in steps:
+            steps[size] = self.steps(client, self.phases(round))
+
+        def number(n: int) -> Tensor:
+            return torch.full((), n, dtype=self.net.dtype, device=device)
+
+        samples, made = (self._once(n, number) if shared else number(n) for n in (size, steps[size]))
         balance = None if isinstance(y, Absent) else self.balance(client)
         task = self.at(round, Site(x, y, index, samples, made, when, balance))
         return dataclasses.replace(task, lr=self.varied["lr"][client]) if "lr" in self.varied else task
+
+    def _once(self, n: int, make: Callable[[int], Tensor], what: str = "number") -> Tensor:
+        """Return a tensor that many clients read, made when it is first asked for."""
+        if (what, n) not in self._made:
+            self._made[what, n] = make(n)
+        return self._made[what, n]  # type: ignore[no-any-return]
 
     def balance(self, client: int) -> Tensor | None:
         """Return the weights of the classes for a client, by its training targets; None where all weigh alike."""

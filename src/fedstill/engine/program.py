@@ -69,9 +69,7 @@ def build(
     inputs: list[Any] = [*tree.flatten({"rows": rows, "tables": tables, "source": source}).values(), counter]
     run: Callable[..., Any] = graph
     if level == "compiled":
-        from torch import _inductor
-
-        run = _inductor.compile(graph, inputs)
+        run = compile(graph, inputs)
     if device.type != "cuda":
 
         def replay() -> None:
@@ -92,6 +90,20 @@ def build(
         run(*inputs)
     torch.cuda.synchronize(device)
     return recorded.replay
+
+
+def compile(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
+    """Compile a graph by inductor, which keeps what it compiled on disk: the same graph is read from there.
+
+    Inductor looks in its cache only where there is an environment of symbolic shapes, although all shapes here are fixed.
+    """
+    from torch import _inductor
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
+        return _inductor.compile(graph, inputs)  # type: ignore[no-any-return]
 
 
 def levels(most: int) -> list[int]:

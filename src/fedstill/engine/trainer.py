@@ -122,7 +122,8 @@ class Trainer:
             self.engine = Stacked(way, exact, None if way == "plain" else Programs(way, exact, self.choices))
             if way != "plain" and net.has_convolution:
                 lowering = Lowering(self.choices, precision == "full")
-            execution = Execution(bf16=bf16, lowering=lowering)
+                self.choices.expect(net.device)
+            execution = Execution(bf16=bf16, lowering=lowering, pool_first=fast and lowering is not None)
         else:
             one = One(perceptron)
             self.engine = Pool(one, size, tuning.pool) if size > 1 else one

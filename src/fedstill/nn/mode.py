@@ -115,7 +115,10 @@ class ExecutionMode(TorchFunctionMode):
             (v, v) if isinstance(v, int) else tuple(v) for v in (kernel_size, stride or kernel_size, padding, dilation)
         )
         adjacent = kernel == step and pad == (0, 0) and spread == (1, 1) and not ceil_mode and input.ndim == 4
-        if self.lowering is None or not adjacent or return_indices:
+        plain = (
+            self.lowering is None or not torch.is_grad_enabled()
+        )  # torch's own is faster where nothing is fused with it
+        if plain or not adjacent or return_indices:
             return F.max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)  # type: ignore[call-overload]
         return max_pool(input, kernel)
 

@@ -19,7 +19,9 @@ from ..run.experiment import Experiment
 from ..run.groups import Groups
 from ..run.journal import Journal
 from ..run.lock import FolderLock
+from ..run.prepare import pick_device
 from ..run.result import Run
+from .ahead import Ahead
 from .plan import Plan, Trial
 from .shelf import Shelf
 from .store import Result, Store
@@ -61,6 +63,8 @@ class Runner:
         self.plan, self.store, self.shelf = plan, store, shelf
         self.root, self.command, self.watch = root, command, watch
         self.reasons: dict[str, str] = {}  # by name of a run, why there is no result and none is kept
+        self.ahead = Ahead(plan.scale, root)
+        self._following: Sequence[Member] = ()  # the runs after those that train
         self._engines: dict[Any, str] = {}
 
     def missing(self) -> list[Member]:
@@ -72,7 +76,10 @@ class Runner:
         """Run all that is missing."""
         with FolderLock(self.store.out):
             try:
-                for members in self._groups(self.missing()):
+                groups = list(self._groups(self.missing()))
+                for members, following in zip(groups, [*groups[1:], []], strict=True):
+                    self.ahead.wait()
+                    self._following = following
                     self._run(members)
             except KeyboardInterrupt as stopped:
                 number = getattr(stopped, "signal", signal.SIGINT)
@@ -81,6 +88,8 @@ class Runner:
                 if error.filename is None or not str(error.filename).startswith(str(self.store.out)):
                     raise
                 raise TrainingError(f"{error.filename}: {error.strerror}; when it can be written, {GOES_ON}") from None
+            finally:
+                self.ahead.close()
 
     # ---- who goes with whom ------------------------------------------------------------------------------------------
     def _groups(self, members: Sequence[Member]) -> Iterator[list[Member]]:
@@ -104,11 +113,17 @@ class Runner:
     def _stacks(self, member: Member) -> bool:
         """Return whether a run's clients are stacked, so that several runs can be one stack."""
         e = member.experiment
-        key = (e.data, e.model, e.head, e.clients, e.participation, e.engine, e.device, e.dtype, e.fast, type(e.method))
+        key: tuple[Any, ...] = (e.data, e.model, e.head, e.engine, e.device, e.dtype, e.fast)
+        if pick_device(e.device).type == "cpu":  # where it also depends on how much work there is
+            key += (e.clients, e.participation, type(e.method))
         if key not in self._engines:
             ready, _ = prepare.from_experiment(_located(e), self._federation(e))
             self._engines[key] = ready.trainer.name
         return self._engines[key] == "stacked"
+
+    def _compiles(self, member: Member) -> bool:
+        """Return whether a run's steps are compiled, which can be done while another run trains."""
+        return pick_device(member.experiment.device).type == "cuda" and self._stacks(member)
 
     # ---- running -----------------------------------------------------------------------------------------------------
     def _run(self, members: Sequence[Member]) -> None:
@@ -134,6 +149,7 @@ class Runner:
             if isinstance(outcome, Run):
                 federation = self._federation(member.experiment)
                 self.store.write(member.experiment, self.plan.scale, outcome, federation.hash, self.command)
+                self.store.forget_state(self._name(member))
                 self._end(member, self._result(member), "")
             elif isinstance(outcome, TrainingError):
                 self.store.fail(member.experiment, self.plan.scale, str(outcome), self.command)
@@ -151,7 +167,7 @@ class Runner:
                 start = simulation.begin(
                     experiments[0], out=outs[0], federation=federations[0], resume=True, progress=self._step(members[0])
                 )
-                return [simulation.finish(start)]
+                return [simulation.finish(dataclasses.replace(start, final=False))]
             except TrainingError as error:
                 return [error]
         groups = Groups.read(self.store.out)
@@ -162,10 +178,17 @@ class Runner:
             progress=[self._step(member) for member in members],
             begins=lambda numbers: groups.begin([self._name(members[n]) for n in numbers]),
             resume=True,
+            final=False,
         )
 
     def _step(self, member: Member) -> Callable[[dict[str, Any]], None]:
-        return lambda record: self.watch.step(member, record)
+        def step(record: dict[str, Any]) -> None:
+            self.watch.step(member, record)
+            following, self._following = self._following, ()
+            if following and self._compiles(following[0]):  # now that the kernels of this group are measured
+                self.ahead.begin([other.experiment for other in following])
+
+        return step
 
     def _failed_before(self, member: Member) -> bool:
         """Return whether a run had failed when it was stopped before that was written as its result."""

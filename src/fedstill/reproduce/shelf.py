@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..core.errors import InputError
 from ..core.memory import available
 from ..data import Dataset, Federation, load
 from ..data.federation import Client
@@ -30,10 +31,22 @@ class Shelf:
         self.limit = limit
         self.made = 0  # how often something was read or dealt
         self._kept: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
+        self._checksums: dict[tuple[str, str], str | None] = {}
 
-    def dataset(self, data: str, root: str) -> Dataset:
-        """Return a data set."""
-        return self._get(("data", data, root), lambda: load(data, root or None), _bytes_of_dataset)  # type: ignore[no-any-return]
+    def dataset(self, data: str, root: str, fetch: bool = True) -> Dataset:
+        """Return a data set; with `fetch`, files that are missing are downloaded where that is possible."""
+        return self._get(  # type: ignore[no-any-return]
+            ("data", data, root), lambda: load(data, root or None, fetch=fetch), _bytes_of_dataset
+        )
+
+    def checksum(self, data: str, root: str) -> str | None:
+        """Return the checksum of a data set; None where it is not here or cannot be read."""
+        if (data, root) not in self._checksums:
+            try:
+                self._checksums[data, root] = self.dataset(data, root, fetch=False).checksum()
+            except InputError:
+                self._checksums[data, root] = None
+        return self._checksums[data, root]
 
     def federation(self, experiment: Experiment, scale: Scale, root: str = "") -> Federation:
         """Return the federation of an experiment whose rounds and clients are already scaled."""

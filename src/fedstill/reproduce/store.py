@@ -1,10 +1,11 @@
-"""Where results lie: a folder for each experiment and seed, by a digest of its settings, so that exhibits share them.
+"""Where results lie: a folder for each experiment and seed, by its settings and its data's content, so that exhibits share them.
 
-    OUT/runs/DATA-METHOD-seedN-DIGEST/     the run's folder (`run.journal`), from which a run in the middle goes on
-        result.json                        written last, whole and with a checksum: only then is there a result
+    OUT/runs/DATA-METHOD-seedN-SETTINGS-CONTENT/   the run's folder (`run.journal`), from which a run in the middle goes on
+        result.json                                written last, whole and with a checksum: only then is there a result
 
-The digest is of all settings that are not defaults and of the scale. What cannot change a number is left out of it: where the
-data lie, and how many processes train.
+SETTINGS is a digest of all settings that are not defaults and of the scale. What cannot change a number is left out of it: where
+the data lie, and how many processes train. CONTENT is a digest of the samples and labels themselves, so that other files under
+the same name are other data, wherever they lie.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import glob
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,7 +38,8 @@ BESIDE = (
     *(f.name for f in settings.fields_of(FurtherScores) if f.name not in JOINING),
 )  # that change nothing
 DEFAULTS: dict[str, Any] = {f.name: f.default for f in settings.fields_of(Experiment) if f.name in BESIDE}
-FORMAT = 1
+FORMAT = 2  # 1: without the checksums of the data
+ABSENT = "absent"  # in a folder's name, of data that cannot be read
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Result:
 
     folder: str  # its name within the store
     seed: int
+    data: Mapping[str, str] | None = None  # checksum of each source's samples
     partition: str = ""  # hash
     history: Sequence[dict[str, Any]] = ()
     after: dict[str, Any] | None = None  # scores after the federation
@@ -59,7 +62,7 @@ class Result:
 
     def provenance(self) -> dict[str, Any]:
         """Return where the result comes from, without its numbers."""
-        names = ("seed", "folder", "partition", "date", "command", "engine", "environment", "seconds", "failed")
+        names = ("seed", "folder", "data", "partition", "date", "command", "engine", "environment", "seconds", "failed")
         return {name: getattr(self, name) for name in names if getattr(self, name) not in ("", None)}
 
 
@@ -90,39 +93,52 @@ def digest(experiment: Experiment, scale: Scale) -> str:
 
 
 class Store:
-    """The results in a folder."""
+    """The results in a folder. `checksum` gives a source's checksum by its name, None where it is not here."""
 
-    def __init__(self, out: Path) -> None:
-        self.out = out
+    def __init__(self, out: Path, checksum: Callable[[str], str | None]) -> None:
+        self.out, self.checksum = out, checksum
 
     def name(self, experiment: Experiment, scale: Scale) -> str:
         """Return the name of a run's folder."""
-        data = re.sub(r"[^a-z0-9.]+", "-", Path(experiment.data).name.lower()).strip("-") or "data"
-        base = f"{data[:40]}-{experiment.method.id}-seed{experiment.seed}-{digest(experiment, scale)[:12]}"
+        sums = self._checksums(experiment)
+        content = ABSENT if None in sums.values() else _short(sums, 8)
         beside = {name: getattr(experiment, name) for name in BESIDE}
         asked = {name: value for name, value in beside.items() if value != DEFAULTS[name]}
-        return f"{base}-{files.digest(json.dumps(asked, sort_keys=True).encode())[:6]}" if asked else base
+        return "-".join([_base(experiment, scale), content, *([_short(asked, 6)] if asked else [])])
 
     def folder(self, name: str) -> Path:
         """Return a run's folder."""
         return self.out / RUNS / name
 
     def read(self, experiment: Experiment, scale: Scale) -> Result | None:
-        """Return the result of an experiment, or of one with more scores; None where there is none that is whole."""
-        own = self.name(experiment, scale)
-        base = "-".join(own.split("-")[: -1 if _asks(experiment) else None])
-        others = sorted(path.name for path in (self.out / RUNS).glob(f"{glob.escape(base)}*") if path.name != own)
-        found = (self._read(name, experiment, scale) for name in (own, *others))
-        return next((result for result in found if result is not None), None)
+        """Return the result of an experiment, or of one with more scores; None where there is none that is whole.
 
-    def _read(self, name: str, experiment: Experiment, scale: Scale) -> Result | None:
-        """Return the result in a folder; None where it is none of this experiment."""
+        Where the data are not here, so that nobody can say which were meant, the results must all be of the same.
+        """
+        near = {path.name for path in (self.out / RUNS).glob(f"{glob.escape(_base(experiment, scale))}-*")}
+        if not near:  # nothing to compare the data with, so they need not be read
+            return None
+        own, sums = self.name(experiment, scale), self._checksums(experiment)
+        order = [*([own] if own in near else []), *sorted(near - {own})]
+        found = [result for name in order if (result := self._read(name, experiment, scale, sums)) is not None]
+        unsure = [source for source, known in sums.items() if known is None]
+        meant = {tuple((result.data or {}).get(source) for source in unsure) for result in found}
+        return found[0] if len(meant) == 1 else None
+
+    def _checksums(self, experiment: Experiment) -> dict[str, str | None]:
+        """Return the checksums of an experiment's sources."""
+        return {source: self.checksum(source) for source in (experiment.data, experiment.external) if source}
+
+    def _read(self, name: str, experiment: Experiment, scale: Scale, sums: Mapping[str, str | None]) -> Result | None:
+        """Return the result in a folder; None where it is none of this experiment on these data."""
         folder = self.folder(name)
         try:
             record = files.unseal(folder / RESULT)
             if record["format"] != FORMAT or record["scale"] != scale.share:
                 return None
             if not _same(record["settings"], values_of(experiment)):
+                return None
+            if any(record["data"][source] != known for source, known in sums.items() if known is not None):
                 return None
             known = {f.name for f in fields(Result)} - {"history", "folder"}
             given = {name: record[name] for name in known & record.keys()}
@@ -142,6 +158,7 @@ class Store:
         result = Result(
             folder=name,
             seed=experiment.seed,
+            data=self._known(experiment),
             partition=partition,
             after=run.after,
             cost=run.cost.to_dict(),
@@ -153,10 +170,19 @@ class Store:
         )
         self._write(experiment, scale, result, {"metrics": files.digest_of(journal.metrics)})
 
+    def forget_state(self, name: str) -> None:
+        """Remove the checkpoints of a run that is over: they may take gigabytes, and no cell is read from them."""
+        Journal(self.folder(name)).checkpoints.prune(())
+
     def fail(self, experiment: Experiment, scale: Scale, reason: str, command: str) -> None:
         """Write that an experiment cannot be run to its end, and why."""
         name = self.name(experiment, scale)
-        self._write(experiment, scale, Result(name, experiment.seed, date=today(), command=command, failed=reason), {})
+        result = Result(name, experiment.seed, self._known(experiment), date=today(), command=command, failed=reason)
+        self._write(experiment, scale, result, {})
+
+    def _known(self, experiment: Experiment) -> dict[str, str]:
+        """Return the checksums of an experiment's sources, which were read to run it."""
+        return {source: known or "" for source, known in self._checksums(experiment).items()}
 
     def _write(self, experiment: Experiment, scale: Scale, result: Result, more: dict[str, Any]) -> None:
         values = {name: value for name, value in asdict(result).items() if name not in ("history", "folder")}
@@ -178,9 +204,15 @@ def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
     )
 
 
-def _asks(experiment: Experiment) -> bool:
-    """Return whether anything is scored beside."""
-    return any(getattr(experiment, name) != DEFAULTS[name] for name in BESIDE)
+def _base(experiment: Experiment, scale: Scale) -> str:
+    """Return how the names of all folders with results of an experiment begin, whatever its data hold."""
+    data = re.sub(r"[^a-z0-9.]+", "-", Path(experiment.data).name.lower()).strip("-") or "data"
+    return f"{data[:40]}-{experiment.method.id}-seed{experiment.seed}-{digest(experiment, scale)[:12]}"
+
+
+def _short(values: Mapping[str, Any], digits: int) -> str:
+    """Return so many digits of a digest of some values."""
+    return files.digest(json.dumps(values, sort_keys=True).encode())[:digits]
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:

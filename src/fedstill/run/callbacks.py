@@ -18,7 +18,8 @@ from .checkpoint import FILE_BYTES, Checkpoint
 from .journal import Journal
 from .signals import Stop
 
-EVERY, SHARE = 10, 50  # rounds between checkpoints at most; of the time, one in so many seconds may go into them
+SHARE = 50  # of the time, one in so many seconds may go into checkpoints,
+PATIENCE, MOST = 300.0, 10  # or one in MOST, where a kill would otherwise cost more than so many seconds
 Progress: TypeAlias = Callable[[Record], None]
 
 
@@ -54,7 +55,9 @@ class Pace:
         """Return whether the state after this round, which is over, is kept."""
         if round > self.newest:
             now = self.clock()
-            self.newest, self.now = round, now - self.since >= SHARE * self.cost or round % EVERY == 0
+            passed = now - self.since
+            dear = passed >= PATIENCE and passed >= MOST * self.cost
+            self.newest, self.now = round, dear or passed >= SHARE * self.cost
             if self.now:
                 self.since, self.cost = now, 0.0
         return self.now
@@ -76,10 +79,11 @@ class JournalCallback:
         choices: Choices,
         stop: Stop | None = None,
         pace: Pace | None = None,
+        final: bool = True,
     ) -> None:
-        """`checkpoint_every` is 0 where the pace decides."""
+        """`checkpoint_every` is 0 where the pace decides; `final` says whether the state after the last round is kept."""
         self.journal, self.checkpoint_every, self.choices = journal, checkpoint_every, choices
-        self.stop, self.pace = stop, pace or Pace()
+        self.stop, self.pace, self.final = stop, pace or Pace(), final
 
     def on_start(self, coordinator: Coordinator) -> None:
         """Write what was chosen before the first round, on which its results may depend."""
@@ -94,12 +98,12 @@ class JournalCallback:
         last = round == coordinator.task.rounds
         if last or stops:
             self.journal.write_table(coordinator.state.history)
-        if not (due or last or stops):
+        if not (self.final if last else due or stops):
             return None
         return self.pace.timed(save(self.journal, coordinator, self.choices))
 
     def on_end(self, coordinator: Coordinator) -> None:
-        """Do nothing: the last round was kept."""
+        """Do nothing: the last round was kept, where it is wanted."""
 
 
 def save(journal: Journal, coordinator: Coordinator, choices: Choices) -> Dialogue[None]:

@@ -22,7 +22,7 @@ from ..core.tree import Params, Tree
 from ..data import Federation
 from ..data.outline import Outline
 from ..data.poison import poisoned
-from ..edge.data_manager import DataManager, join
+from ..edge.data_manager import DataManager, join, on_device
 from ..engine.bench import Bench, threads
 from ..engine.trainer import Trainer
 from ..nn.net import Net
@@ -155,7 +155,7 @@ def prepare(
             right = f"another with {objective.name}: it changes the class of a sample"
             raise InputError("attack", training.attack, right)
         federation = poisoned(federation, attack.kind, attack.clients, attack.strength, seed, training.backdoor_target)
-    manager = DataManager(federation, device, dtype)
+    manager = on_device(federation, device, dtype)
     net.probe(_example(manager, federation), objective.output, exact=objective.name in ("regression", "multilabel"))
     measures = Measures.of(
         objective, training.metrics, _own_metrics(training.metrics, functions), federation.labels, net.outputs

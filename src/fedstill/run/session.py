@@ -81,6 +81,9 @@ class Start:
     resume: bool = False  # continue after the journal's newest checkpoint
     amended: str = ""  # the settings with which it goes on, where a flag has changed them
     callbacks: Sequence[Callback] = ()  # others that follow the run
+    final: bool = (
+        True  # whether the state after the last round is kept, from which models are loaded and more rounds made
+    )
 
 
 @dataclass(eq=False)
@@ -216,7 +219,9 @@ def _coordinator(
     if training.further_every:
         callbacks.append(FurtherCallback(sim, driver, trainer.name))
     if start.journal is not None:
-        callbacks.append(JournalCallback(start.journal, start.checkpoint_every, trainer.choices, stop, pace))
+        callbacks.append(
+            JournalCallback(start.journal, start.checkpoint_every, trainer.choices, stop, pace, start.final)
+        )
     if start.progress is not None:
         callbacks.append(ProgressCallback(start.progress))
     callbacks += start.callbacks

@@ -54,11 +54,12 @@ def try_together(
     transport: Transports | None = None,
     resume: bool = False,
     callbacks: Sequence[Sequence[Callback]] | None = None,
+    final: bool = True,
 ) -> list[Run | TrainingError]:
     """Run as `run_together` does, with a progress function for each run; a run that fails is replaced by its error.
 
     `begins` is called with the numbers of the runs that begin, each time some do. With `resume`, folders that hold these
-    experiments are continued, all from the same round.
+    experiments are continued, all from the same round. Without `final` the states after the last round are not kept.
     """
     none = [None] * len(experiments)
     starts: list[Start] = []
@@ -75,7 +76,7 @@ def try_together(
                 transport=transport,
                 callbacks=others,
             )
-            starts.append(one)
+            starts.append(dataclasses.replace(one, final=final))
         with listening(all(one.journal is not None for one in starts)) as stop:
             return _run(dict(enumerate(starts)), begins or (lambda numbers: None), transport, stop)
     finally:

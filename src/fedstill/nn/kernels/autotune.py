@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,10 +13,13 @@ from typing import Any, TypeAlias
 import torch
 
 from ...core.reading import Unreadable, read_json
-from .convolution import GROUPED, PRODUCT, Shape, apply
+from . import warm
+from .convolution import GROUPED, PRODUCT, ROWS, TRITON, TURNED, Shape, apply, kernel_of, turns
 
 Times: TypeAlias = dict[str, float]  # milliseconds by algorithm
 Timer: TypeAlias = Callable[[str, Shape, torch.dtype, int, torch.device, bool], Times]
+
+FORMAT = 3  # of the file of measurements: another number where there are other candidates
 
 TILES = {  # what was fastest for some layer of a CNN or a ResNet-18 on an H200, in bfloat16 or TF32
     "forward": (
@@ -27,7 +30,17 @@ TILES = {  # what was fastest for some layer of a CNN or a ResNet-18 on an H200,
         (64, 64, 64, 4, 3, 1), (128, 128, 64, 8, 3, 1), (32, 128, 64, 4, 3, 1), (32, 32, 64, 4, 3, 8), (32, 16, 64, 4, 3, 8),
     ),
 }  # fmt: skip
-NARROW = {"forward": ((128, 32, 128, 4, 2, 1),), "weight_grad": ((32, 128, 32, 4, 3, 8),)}  # besides, for few channels
+TF32_TILES = {  # the same for numbers of four bytes
+    "forward": (
+        (128, 64, 32, 4, 3, 1), (128, 128, 32, 8, 3, 1), (128, 128, 64, 8, 3, 1), (64, 64, 64, 4, 3, 1), (64, 128, 64, 4, 3, 1),
+    ),
+    "input_grad": ((128, 64, 64, 4, 3, 1), (64, 64, 64, 4, 3, 1)),
+    "weight_grad": ((64, 64, 64, 4, 3, 1), (32, 128, 64, 4, 3, 1), (32, 32, 64, 4, 3, 8)),
+}  # fmt: skip
+ROW_TILES = ((128, 128, 32, 8, 3, 1), (128, 64, 32, 4, 4, 1), (128, 64, 64, 8, 3, 1), (64, 64, 64, 4, 3, 8))
+NARROW = {  # besides, for few channels
+    "forward": ((128, 32, 128, 4, 2, 1), (128, 64, 128, 8, 2, 1)), "weight_grad": ((32, 128, 32, 4, 3, 8),),
+}  # fmt: skip
 
 
 def has_triton() -> bool:
@@ -40,7 +53,7 @@ def has_triton() -> bool:
 
 
 def candidates(operation: str, s: Shape, dtype: torch.dtype, triton: bool | None = None) -> list[str]:
-    """Return what may be fastest on a GPU; a tile is written as "triton BM BN BK warps stages parts".
+    """Return what may be fastest on a GPU; a tile is written as "triton BM BN BK warps stages parts", of other kernels likewise.
 
     `triton` says whether there is Triton (None: look).
     """
@@ -53,9 +66,15 @@ def candidates(operation: str, s: Shape, dtype: torch.dtype, triton: bool | None
         "input_grad": (s.batch * s.image[0] * s.image[1], s.channels, s.outputs),
         "weight_grad": (s.outputs, entries, pixels),
     }[operation]
-    for bm, bn, bk, warps, stages, parts in TILES[operation] + (NARROW.get(operation, ()) if s.channels < 16 else ()):
+    tiles = TF32_TILES if dtype == torch.float32 else TILES
+    tried = [(TRITON, tile) for tile in tiles[operation] + (NARROW.get(operation, ()) if s.channels < 16 else ())]
+    if operation == "input_grad" and turns(s) and s.outputs >= 16:
+        tried += [(TURNED, tile) for tile in tiles["forward"][:3]]
+    if operation == "weight_grad" and dtype == torch.float32:
+        tried += [(ROWS, tile) for tile in ROW_TILES]
+    for kind, (bm, bn, bk, warps, stages, parts) in tried:
         bm, bn, bk = min(bm, _power(rows)), min(bn, _power(columns)), min(bk, _power(depth))
-        name = f"triton {bm} {bn} {bk} {warps} {stages} {parts}"
+        name = f"{kind} {bm} {bn} {bk} {warps} {stages} {parts}"
         if name not in names:
             names.append(name)
     return names
@@ -133,6 +152,11 @@ class Choices:
         self.cohort = int(chosen.get("cohort", self.cohort))
         self.threads = int(chosen.get("threads", self.threads))
 
+    def expect(self, device: torch.device) -> None:
+        """Prepare to measure shapes on a GPU on which nothing was measured yet."""
+        if device.type == "cuda" and has_triton() and not (self.cache or _cache_file(device)).exists():
+            warm.begin()
+
     def missing(self) -> list[str]:
         """Return the shapes that were asked for and not yet measured."""
         return [key for key in self.asked if key not in self.algorithms]
@@ -143,14 +167,29 @@ class Choices:
             return
         file = self.cache or _cache_file(device)
         known = _read(file)
-        for key in self.missing():
+        sized = {key: f"{key} {_power(n)} {'exact' if exact else 'tf32'}" for key in self.missing()}
+        if device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(device)
+            asked = [self.asked[key] for key, name in sized.items() if name not in known]
+            warm.compile_all(_jobs(asked, exact), 10 * major + minor)
+        for key, name in sized.items():
             operation, s, dtype = self.asked[key]
-            sized = f"{key} {_power(n)} {'exact' if exact else 'tf32'}"
-            if sized not in known:
-                self.times[key] = self.timer(operation, s, dtype, n, device, exact)
-                known[sized] = min(self.times[key], key=lambda name: self.times[key][name])
-            self.algorithms[key] = known[sized]
+            if name not in known:
+                times = self.times[key] = self.timer(operation, s, dtype, n, device, exact)
+                known[name] = min(times, key=lambda algorithm: times[algorithm])
+            self.algorithms[key] = known[name]
         _write(file, known)
+
+
+def _jobs(asked: Sequence[tuple[str, Shape, torch.dtype]], exact: bool) -> list[warm.Job]:
+    """Return the kernels that measuring some shapes will need."""
+    jobs = []
+    for operation, s, dtype in asked:
+        for algorithm in candidates(operation, s, dtype):
+            if algorithm not in (GROUPED, PRODUCT):
+                what, shape, tile = kernel_of(algorithm, operation, s)
+                jobs.append(warm.Job(what, str(dtype).removeprefix("torch."), shape.numbers(), tuple(tile), exact))
+    return jobs
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +204,7 @@ def _cache_file(device: torch.device) -> Path:
     """Return where measurements on this kind of GPU are kept between runs."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = "".join(c if c.isalnum() else "-" for c in f"{torch.cuda.get_device_name(device)} torch {torch.__version__}")
-    return cache / "fedstill" / f"convolutions {name}.json".replace(" ", "-")
+    return cache / "fedstill" / f"convolutions {FORMAT} {name}.json".replace(" ", "-")
 
 
 def _read(file: Path) -> dict[str, str]:

@@ -1,8 +1,10 @@
 """Convolution for a stack of clients, each with weights of its own.
 
-`vmap` turns it into a grouped convolution, which cuDNN computes slowly. Three algorithms give the same result to rounding:
-`grouped`; `product`, patches and a batched matrix product; `triton`, the product without patches in memory. `autotune` chooses
-one for each shape, `vmapped` makes them one differentiable function.
+`vmap` turns it into a grouped convolution, which cuDNN computes slowly. Several algorithms give the same result to rounding:
+`grouped`; `product`, patches and a batched matrix product; `triton`, the product without patches in memory. The gradient by
+input may also be the forward kernel with flipped weights (`turned`), that by weight a kernel that reads pixels which lie
+together (`weight_grad_rows`): in TF32, Hopper multiplies fast only what lies along the sum. `autotune` chooses one for each
+shape, `vmapped` makes them one differentiable function.
 
 Tensors are clients first and channels last: x [n, B, H, W, C], w [n, O, KH, KW, C], y [n, B, OH, OW, O].
 """
@@ -19,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Pair: TypeAlias = tuple[int, int]
-GROUPED, PRODUCT = "grouped", "product"
+GROUPED, PRODUCT, TRITON, TURNED = "grouped", "product", "triton", "turned"
+ROWS = "weight_grad_rows"  # both an algorithm and its kernel
 OPERATIONS = ("forward", "input_grad", "weight_grad")
 
 
@@ -68,17 +71,47 @@ class Shape:
         )
 
 
+def turned(s: Shape) -> Shape:
+    """Return the convolution that is the gradient by the input: of the result's gradient with flipped kernels, at stride 1."""
+    padding = tuple(d * (k - 1) - p for d, k, p in zip(s.dilation, s.kernel, s.padding, strict=True))
+    return Shape(s.batch, s.out, s.outputs, s.channels, s.kernel, (1, 1), (padding[0], padding[1]), s.dilation)
+
+
+def turns(s: Shape) -> bool:
+    """Return whether the gradient by the input can be computed so."""
+    return s.stride == (1, 1) and min(turned(s).padding) >= 0
+
+
+def kernel_of(algorithm: str, operation: str, s: Shape) -> tuple[str, Shape, list[int]]:
+    """Return the kernel that does an operation by a tile: its name, its shape, the tile."""
+    kind, *numbers = algorithm.split()
+    tile = [int(v) for v in numbers]
+    if kind == ROWS:
+        return ROWS, s, tile
+    if kind == TURNED:
+        return "forward", turned(s), tile
+    # A fourth channel of zeros for a pixel's three: four numbers are one load.
+    padded = operation != "input_grad" and s.channels == 3
+    return operation, dataclasses.replace(s, channels=4) if padded else s, tile
+
+
 def apply(
     algorithm: str, operation: str, a: Tensor, b: Tensor, s: Shape, exact: bool, bias: Tensor | None = None
 ) -> Tensor:
     """Run one of the three operations by the given algorithm; `bias` [n, O] is for the forward pass."""
     if algorithm not in (GROUPED, PRODUCT):
-        # A fourth channel of zeros for a pixel's three: four numbers of two bytes are one load.
-        padded = operation == "weight_grad" and s.channels == 3 and a.element_size() == 2
-        x, shape = (F.pad(a, (0, 1)), dataclasses.replace(s, channels=4)) if padded else (a, s)
-        tile = [int(v) for v in algorithm.split()[1:]]
-        out: Tensor = _triton(operation, x, b, bias, _sizes(shape), tile, exact)
-        return out[..., :3] if padded else out
+        what, shape, tile = kernel_of(algorithm, operation, s)
+        if what == ROWS:  # contiguous here, where a compiler can fuse the copy with what made the tensor
+            a, b = (t.permute(0, 4, 1, 2, 3).contiguous() for t in (a, b))
+        elif what != operation:
+            b = b.flip(2, 3).permute(0, 4, 2, 3, 1).contiguous()
+        elif shape.channels != s.channels:
+            more = (0, shape.channels - s.channels)
+            a, b = F.pad(a, more), F.pad(b, more) if operation == "forward" else b
+        out: Tensor = _triton(what, a, b, bias, _sizes(shape), tile, exact)
+        if what == ROWS:
+            return out.permute(0, 1, 3, 4, 2)
+        return out[..., : s.channels] if operation == "weight_grad" and shape.channels > s.channels else out
     out = grouped(operation, a, b, s) if algorithm == GROUPED else product(operation, a, b, s)
     return out if bias is None else out + bias[:, None, None, None].to(out.dtype)
 
@@ -151,6 +184,7 @@ def _out_shape(operation: str, n: int, s: Shape) -> tuple[int, ...]:
         "forward": (n, s.batch, *s.out, s.outputs),
         "input_grad": (n, s.batch, *s.image, s.channels),
         "weight_grad": (n, s.outputs, *s.kernel, s.channels),
+        ROWS: (n, s.outputs, s.channels, *s.kernel),
     }[operation]
 
 

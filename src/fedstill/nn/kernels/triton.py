@@ -58,9 +58,12 @@ def _forward(
         for k0 in range(0, K, BK):
             k = k0 + tl.arange(0, BK)
             tap, c = k // C, k % C
-            ih, iw = top[:, None] + ((tap // KW) * DH)[None, :], left[:, None] + ((tap % KW) * DW)[None, :]
-            inside = (ih >= 0) & (ih < H) & (iw >= 0) & (iw < W) & (m < M)[:, None] & (k < K)[None, :]
-            patch = tl.load(x + ((b[:, None] * H + ih) * W + iw) * C + c[None, :], mask=inside, other=0.0)
+            inside = (m < M)[:, None] & (k < K)[None, :]
+            if PH + PW > 0:
+                ih, iw = top[:, None] + ((tap // KW) * DH)[None, :], left[:, None] + ((tap % KW) * DW)[None, :]
+                inside = inside & (ih >= 0) & (ih < H) & (iw >= 0) & (iw < W)
+            corner, entry = ((b * H + top) * W + left) * C, ((tap // KW) * DH * W + (tap % KW) * DW) * C + c
+            patch = tl.load(x + corner[:, None] + entry[None, :], mask=inside, other=0.0)
             both = (o < O)[None, :] & (k < K)[:, None]
             weight = tl.load(w + o[None, :] * K + k[:, None], mask=both, other=0.0)
             acc = tl.dot(patch, weight, acc, input_precision=PRECISION)
@@ -124,14 +127,59 @@ def _weight_grad(
     o = tl.program_id(1) * BM + tl.arange(0, BM)
     tap, c = k // C, k % C
     below, beside = (tap // KW) * DH - PH, (tap % KW) * DW - PW
+    entry = (below * W + beside) * C + c
     acc = tl.zeros((BM, BN), tl.float32)
     for m0 in range(0, SHARE, BK):
         m = part * SHARE + m0 + tl.arange(0, BK)
         b, oh, ow = m // (OH * OW), (m // OW) % OH, m % OW
-        ih, iw = (oh * SH)[:, None] + below[None, :], (ow * SW)[:, None] + beside[None, :]
-        inside = (ih >= 0) & (ih < H) & (iw >= 0) & (iw < W) & (m < M)[:, None] & (k < K)[None, :]
-        patch = tl.load(x + ((b[:, None] * H + ih) * W + iw) * C + c[None, :], mask=inside, other=0.0)
+        inside = (m < M)[:, None] & (k < K)[None, :]
+        if PH + PW > 0:
+            ih, iw = (oh * SH)[:, None] + below[None, :], (ow * SW)[:, None] + beside[None, :]
+            inside = inside & (ih >= 0) & (ih < H) & (iw >= 0) & (iw < W)
+        corner = ((b * H + oh * SH) * W + ow * SW) * C
+        patch = tl.load(x + corner[:, None] + entry[None, :], mask=inside, other=0.0)
         grad = tl.load(g + m[None, :] * O + o[:, None], mask=(m < M)[None, :] & (o < O)[:, None], other=0.0)
+        acc = tl.dot(grad, patch, acc, input_precision=PRECISION)
+    tl.store(d + o[:, None] * K + k[None, :], acc.to(d.dtype.element_ty), mask=(o < O)[:, None] & (k < K)[None, :])
+
+
+@triton.jit
+def _weight_grad_rows(
+    x, g, d,
+    B: tl.constexpr, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, O: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the same as `_weight_grad` from x [n, C, B, H, W] and g [n, O, B, OH, OW], where pixels lie together.
+
+    Hopper's TF32 products read both factors along the sum, here along pixels; with channels together every number would be
+    copied by itself. d is [n·PARTS, O, C, KH, KW], so that the taps of a tile read the same pixels from the cache.
+    """
+    M: tl.constexpr = B * OH * OW
+    K: tl.constexpr = KH * KW * C
+    SHARE: tl.constexpr = (M + PARTS * BK - 1) // (PARTS * BK) * BK
+    client = (tl.program_id(2) // PARTS).to(tl.int64)
+    part = tl.program_id(2) % PARTS
+    x += client * (B * H * W * C)
+    g += client * (M * O)
+    d += tl.program_id(2).to(tl.int64) * (O * K)
+    k = tl.program_id(0) * BN + tl.arange(0, BN)
+    o = tl.program_id(1) * BM + tl.arange(0, BM)
+    c, tap = k // (KH * KW), k % (KH * KW)
+    below, beside = (tap // KW) * DH - PH, (tap % KW) * DW - PW
+    entry = (c * (B * H) + below) * W + beside
+    acc = tl.zeros((BM, BN), tl.float32)
+    for m0 in range(0, SHARE, BK):
+        m = part * SHARE + m0 + tl.arange(0, BK)
+        b, oh, ow = m // (OH * OW), (m // OW) % OH, m % OW
+        inside = (m < M)[:, None] & (k < K)[None, :]
+        if PH + PW > 0:
+            ih, iw = (oh * SH)[:, None] + below[None, :], (ow * SW)[:, None] + beside[None, :]
+            inside = inside & (ih >= 0) & (ih < H) & (iw >= 0) & (iw < W)
+        corner = (b * H + oh * SH) * W + ow * SW
+        patch = tl.load(x + corner[:, None] + entry[None, :], mask=inside, other=0.0)
+        grad = tl.load(g + o[:, None] * M + m[None, :], mask=(m < M)[None, :] & (o < O)[:, None], other=0.0)
         acc = tl.dot(grad, patch, acc, input_precision=PRECISION)
     tl.store(d + o[:, None] * K + k[None, :], acc.to(d.dtype.element_ty), mask=(o < O)[:, None] & (k < K)[None, :])
 
@@ -139,43 +187,54 @@ def _weight_grad(
 def launch(
     what: str, a: Tensor, b: Tensor, bias: Tensor | None, s: dict[str, int], tile: tuple[int, ...], exact: bool
 ) -> Tensor:
-    """Run one of the three kernels on contiguous tensors; the forward pass may add a bias [n, O].
+    """Run one of the kernels on contiguous tensors; the forward pass may add a bias [n, O].
 
     `tile` is (BM, BN, BK, warps, stages, parts); parts divide the sum of a weight's gradient, for more programs at a time.
     """
-    BM, BN, BK, warps, stages, parts = tile
-    n = a.shape[0]
-    pixels, entries = s["B"] * s["OH"] * s["OW"], s["KH"] * s["KW"] * s["C"]
-    dtype = a.dtype
-    options: dict[str, Any] = {"dtype": dtype, "device": a.device}
-    kernel: Any
-    if what == "forward":
-        out = torch.empty((n, s["B"], s["OH"], s["OW"], s["O"]), **options)
-        kernel, grid = _forward, (triton.cdiv(pixels, BM), triton.cdiv(s["O"], BN), n)
-    elif what == "input_grad":
-        out = torch.empty((n, s["B"], s["H"], s["W"], s["C"]), **options)
-        kernel, grid = _input_grad, (triton.cdiv(s["B"] * s["H"] * s["W"], BM), triton.cdiv(s["C"], BN), n)
-    else:
-        options["dtype"] = dtype if parts == 1 else torch.float32
-        out = torch.empty((n * parts, s["O"], s["KH"], s["KW"], s["C"]), **options)
-        kernel, grid = _weight_grad, (triton.cdiv(entries, BN), triton.cdiv(s["O"], BM), n * parts)
-    precision = "ieee" if exact else "tf32"
-    bias_arguments = {"bias": a if bias is None else bias, "BIASED": bias is not None} if what == "forward" else {}
+    n, parts, dtype = a.shape[0], tile[5], a.dtype
+    kernel, shape, grid = _plan(what, n, s, tile)
+    out = torch.empty(shape, dtype=torch.float32 if parts > 1 and what in SUMS else dtype, device=a.device)
     with torch.cuda.device(a.device) if a.is_cuda else contextlib.nullcontext():
-        kernel[grid](
-            a,
-            b,
-            out,
-            **bias_arguments,
-            **s,
-            BM=BM,
-            BN=BN,
-            BK=BK,
-            PARTS=parts,
-            PRECISION=precision,
-            num_warps=warps,
-            num_stages=stages,
-        )
-    if what == "weight_grad" and parts > 1:
+        kernel[grid](a, b, out, *([a if bias is None else bias] if what == "forward" else []),
+                     **_constants(what, s, tile, exact, bias is not None))  # fmt: skip
+    if what in SUMS and parts > 1:
         return out.reshape(n, parts, *out.shape[1:]).sum(1).to(dtype)
     return out
+
+
+def warm(what: str, dtype: torch.dtype, s: dict[str, int], tile: tuple[int, ...], exact: bool, biased: bool) -> None:
+    """Compile a kernel for the present GPU into Triton's cache, without running it."""
+    kernel, _, grid = _plan(what, 1, s, tile)
+    out = torch.float32 if tile[5] > 1 and what in SUMS else dtype
+    biases = [dtype] if what == "forward" else []
+    kernel.warmup(dtype, dtype, out, *biases, grid=grid, **_constants(what, s, tile, exact, biased))
+
+
+SUMS = ("weight_grad", "weight_grad_rows")  # whose sum over pixels may be made in parts
+
+
+def _plan(
+    what: str, n: int, s: dict[str, int], tile: tuple[int, ...]
+) -> tuple[Any, tuple[int, ...], tuple[int, int, int]]:
+    """Return the kernel, the shape of its result, and its grid."""
+    BM, BN, _, _, _, parts = tile
+    pixels, entries = s["B"] * s["OH"] * s["OW"], s["KH"] * s["KW"] * s["C"]
+    if what == "forward":
+        shape = (n, s["B"], s["OH"], s["OW"], s["O"])
+        return _forward, shape, (triton.cdiv(pixels, BM), triton.cdiv(s["O"], BN), n)
+    if what == "input_grad":
+        rows = s["B"] * s["H"] * s["W"]
+        return _input_grad, (n, s["B"], s["H"], s["W"], s["C"]), (triton.cdiv(rows, BM), triton.cdiv(s["C"], BN), n)
+    grid = (triton.cdiv(entries, BN), triton.cdiv(s["O"], BM), n * parts)
+    if what == "weight_grad":
+        return _weight_grad, (n * parts, s["O"], s["KH"], s["KW"], s["C"]), grid
+    return _weight_grad_rows, (n * parts, s["O"], s["C"], s["KH"], s["KW"]), grid
+
+
+def _constants(what: str, s: dict[str, int], tile: tuple[int, ...], exact: bool, biased: bool) -> dict[str, Any]:
+    """Return a kernel's constants and options."""
+    BM, BN, BK, warps, stages, parts = tile
+    more = {"BIASED": biased} if what == "forward" else {}
+    precision = "ieee" if exact else "tf32"
+    sizes = dict(BM=BM, BN=BN, BK=BK, PARTS=parts, PRECISION=precision)
+    return {**s, **sizes, **more, "num_warps": warps, "num_stages": stages}
