@@ -185,7 +185,8 @@ def own(name: str, function: Function) -> Metric:
     """
 
     def rows(objective: Objective, outputs: Tensor, y: Tensor) -> Statistics:
-        return {"predicted": objective.predictions(outputs.double()), "target": y}
+        target = y.double() if y.is_floating_point() else y
+        return {"predicted": objective.predictions(outputs.double()), "target": target}
 
     def value(of: Statistics) -> float:
         try:
