@@ -107,12 +107,20 @@ SETTINGS = dict(
 )  # fmt: skip
 
 
+ADAPTED = "r=2,alpha=3,targets=*,head=freeze"  # of some models the head is the only linear layer
+
+
+def needed(method: fs.Method) -> dict[str, Any]:
+    """The settings that a method cannot do without: adapters, for methods that are about them."""
+    return {"lora": ADAPTED} if method.needs_lora else {}
+
+
 def run(
     method: fs.Method, model: str | nn.Module = "plain", data: fs.Federation | None = None, trainer: dict | None = None,
     **changes,
 ) -> fs.Run:  # fmt: skip
     """A short float64 run of the shared problem; `trainer` is what `Trainer` takes besides a run's settings."""
-    settings = {**SETTINGS, "engine": "one", **changes}
+    settings = {**SETTINGS, "engine": "one", **needed(method), **changes}
     module = make(model) if isinstance(model, str) else model
     if trainer is None:
         return fs.simulate(method, model=module, data=data or ragged(), **settings)

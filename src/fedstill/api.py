@@ -28,6 +28,8 @@ from .methods.fedper import FedPer
 from .methods.fedprox import FedProx
 from .methods.fedrep import FedRep
 from .methods.fedrod import FedRoD
+from .methods.fedsa_lora import FedSALoRA
+from .methods.ffa_lora import FFALoRA
 from .methods.l2gd import L2GD
 from .methods.lg_fedavg import LGFedAvg
 from .methods.local import Local
@@ -37,6 +39,7 @@ from .methods.pfedme import PFedMe
 from .methods.pfedsd import PFedSD
 from .methods.scaffold import SCAFFOLD
 from .methods.spectral import SpectralCoDistillation
+from .nn.lora import with_lora
 from .report import text as _text  # noqa: F401 - `Run.table` prints with it
 from .run.evaluate import Evaluation
 from .run.experiment import Experiment, Training
@@ -59,6 +62,7 @@ __all__ = [
     "Ditto",
     "Evaluation",
     "Experiment",
+    "FFALoRA",
     "FedAvg",
     "FedAvgM",
     "FedBABU",
@@ -73,6 +77,7 @@ __all__ = [
     "FedProx",
     "FedRep",
     "FedRoD",
+    "FedSALoRA",
     "Federation",
     "InputError",
     "LGFedAvg",
@@ -101,4 +106,5 @@ __all__ = [
     "simulate",
     "terms",
     "tree",
+    "with_lora",
 ]

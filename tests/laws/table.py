@@ -19,7 +19,7 @@ from torch import nn
 import fedstill as fs
 from fedstill.core.settings import values_of
 
-from ..problems import COUNTS, A, B, on_quadratics, point
+from ..problems import ADAPTED, COUNTS, A, B, on_quadratics, point
 
 LR, EPOCHS = 0.1, 5  # of `on_quadratics`
 OPTIMUM = float(np.dot(A, B) / np.sum(A))  # of the sum of the clients' losses, each client counting alike
@@ -401,6 +401,36 @@ def printed_divergence_shrinks(method: fs.Method) -> None:
     assert 4 / math.e < personal < 3.9
 
 
+def stationary_adapters(method: fs.Method) -> None:
+    """A federation of one stops where CE + decay has no slope by what of the adapters trains, nor by the head.
+
+    The adapted layer is written out: W = W₀ + α/r·B·A, here with α/r = 3/2.
+    """
+    g = np.random.default_rng(1)
+    x, y = g.normal(size=(12, 3)), g.integers(0, 2, 12)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    run = fs.simulate(
+        method, model=net, data=fs.Federation.from_arrays([(x, y, x, y)]), head="2", rounds=700, epochs=3, batch_size=12,
+        lr=0.5, momentum=0.0, weight_decay=0.02, dtype="float64", engine="one", eval_every=700, lora="r=2,alpha=3,targets=0",
+    )  # fmt: skip
+
+    def slope(state: dict[str, torch.Tensor]) -> float:
+        state = {name: value.clone().requires_grad_() for name, value in state.items()}
+        weight = state["0.weight"] + 1.5 * state["0.lora_B"] @ state["0.lora_A"]
+        hidden = torch.tanh(torch.from_numpy(x) @ weight.T + state["0.bias"])
+        logits = hidden @ state["2.weight"].T + state["2.bias"]
+        moving = [state[name] for name in run.task.net.parameters]
+        loss = nn.functional.cross_entropy(logits, torch.from_numpy(y)) + 0.01 * sum(p.square().sum() for p in moving)
+        return max(float(g.abs().max()) for g in torch.autograd.grad(loss, moving))
+
+    first = run.task.net.export(run.task.net.initial())
+    assert slope(run.personal(0)) < 5e-4 < 0.05 < slope(first)
+    for name, value in run.personal(0).items():
+        assert torch.equal(value, first[name]) == (name not in run.task.net.parameters)
+
+
 # ---- the rows -------------------------------------------------------------------------------------------------------
 UNIFORM = (1.0, 1.0, 1.0)
 EVERYBODY = {"participation": 1.0}
@@ -701,6 +731,8 @@ ROWS = [
         for li in (True, False)
         for ta in (True, False)
     ),
+    Row(fs.FedSALoRA(), stationary_adapters, settings={"lora": ADAPTED}),
+    Row(fs.FFALoRA(), stationary_adapters, settings={"lora": ADAPTED}),
     # Local training in steps: a client with few samples passes through them several times, one with many not once. Of the
     # quadratics, where a batch is all of a client's data, so many steps are so many epochs.
     Row(fs.FedAvg(), reaches(mean_of_pulls(0.0, COUNTS), epochs=1, local_steps=EPOCHS), settings=IN_STEPS),

@@ -43,7 +43,8 @@ def test_1_stacked_equals_one(row: Row, model: str) -> None:
     for a, b in zip(one.history, stacked.history, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-10)
         assert a["personal_clients"] == b["personal_clients"]
-    moved = {m: {n: v - make(model).state_dict()[n] for n, v in s.items()} for m, s in states(one).items()}
+    first = one.task.net.export(one.task.net.initial())
+    moved = {m: {n: v - first[n] for n, v in s.items()} for m, s in states(one).items()}
     assert any(v.abs().max() > 1e-3 for s in moved.values() for v in s.values()), "nothing was trained"
 
 
@@ -172,7 +173,8 @@ def exchanges(method: fs.Method, engine: str, spied, **changes) -> list[list[str
     """
     several = ragged(((13, 5), (7, 3), (6, 2), (10, 4), (5, 1)))
     result = run(method, "normed", several, engine=engine, participation=1.0, **changes)
-    task, initial = result.task, make("normed").state_dict()
+    task = result.task
+    initial = task.net.export(task.net.initial())
     memories, findings = {}, []
     for reply, after in (seen for seen in spied if seen[0].kind == "train"):
         before = memories.get(reply.client, method.init_client(task, initial))

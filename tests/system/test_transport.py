@@ -14,7 +14,7 @@ from fedstill.edge.edge import Edge
 from fedstill.transport import wire
 from fedstill.transport.messages import Order, Reply
 
-from ..problems import cut, identical, states
+from ..problems import cut, identical, needed, states
 
 RUNNING: list[multiprocessing.Process] = []
 
@@ -76,7 +76,8 @@ FURTHER = {"new": True, "averaged": True, "forgetting": True, "fine_tune": 1, "n
 
 
 def experiment(method: str, **changes) -> fs.Experiment:
-    return fs.Experiment(method=fs.METHODS[method](), **{**SMALL, **changes})
+    chosen = fs.METHODS[method]()
+    return fs.Experiment(method=chosen, **{**SMALL, **needed(chosen), **changes})
 
 
 def records(run: fs.Run) -> list[dict]:

@@ -24,7 +24,7 @@ from fedstill.run.prepare import prepare
 from fedstill.transport import wire
 from fedstill.transport.local import LocalTransport
 
-from ..problems import CLASSES, WIRED, finish, make, ragged
+from ..problems import CLASSES, WIRED, finish, make, needed, ragged
 
 N, BATCH, EPOCHS = 10, 4, 5  # three batches an epoch, the last of two samples
 # Plain is 4 → 6 → 3. A multiply-add is 2 FLOPs: forward 2·(24 + 18); backward 2·24 for fc1's weights (nobody asks for the
@@ -39,7 +39,8 @@ CIFAR = (28 * 28 * 64 * 75, 10 * 10 * 128 * 1600, 3200 * 256, 256 * 128, 128 * 1
 def run(method: fs.Method, model: nn.Module | None = None, shape=(4,), sizes=None, classes=CLASSES, **more) -> fs.Run:
     data = ragged(sizes or ((N, 3),) * 4, shape)
     data = fs.Federation(data.clients, classes, data.name, data.hash, partition_record=data.partition_record)
-    how = {"rounds": 3, "epochs": EPOCHS, "batch_size": BATCH, "lr": 0.01, "eval_every": 3, "engine": "one", **more}
+    how = {"rounds": 3, "epochs": EPOCHS, "batch_size": BATCH, "lr": 0.01, "eval_every": 3, "engine": "one"}
+    how |= {**needed(method), **more}
     return fs.simulate(method, model=model or make("plain"), data=data, **how)
 
 

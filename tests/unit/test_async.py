@@ -31,6 +31,7 @@ from ..problems import (
     first_rounds,
     identical,
     make,
+    needed,
     ragged,
     states,
 )
@@ -40,7 +41,7 @@ SLOW = {"profile": "lognormal:0.8"}
 
 
 def prepared(method: fs.Method, engine: str = "one", model: str = "normed", **changes) -> Simulation:
-    training = Training(**{**SETTINGS, "engine": engine, **SLOW, **changes})
+    training = Training(**{**SETTINGS, "engine": engine, **SLOW, **needed(method), **changes})
     return prepare(method, make(model), ragged(SIZES), None, training)
 
 

@@ -15,7 +15,7 @@ from fedstill.nn.net import Net
 from fedstill.run import simulation
 from fedstill.run.experiment import Training
 
-from ..problems import SETTINGS, finish, make, ragged
+from ..problems import SETTINGS, finish, make, needed, ragged
 
 
 def test_a_flattened_image_has_its_pixels_by_channel() -> None:
@@ -184,15 +184,17 @@ BATCHNORM_GOES_UP = {  # the stated policy of each method, on a model with Batch
     "per-fedavg": {"bn", "head.1"},
     "fedfomo": {"bn", "head.1"},
     "fedpac": {"bn", "head.1"},
+    "fedsa-lora": {"bn"},
+    "ffa-lora": {"bn", "head.1"},
     "fedgen": {"bn", "head.1"},
 }
 
 
 @pytest.mark.parametrize("name", fs.METHODS)
 def test_batchnorms_statistics_go_where_the_method_says(name: str, spied) -> None:
-    prepared = simulation.prepare(
-        fs.METHODS[name](), make("normed"), ragged(), None, Training(**SETTINGS, engine="one")
-    )
+    method = fs.METHODS[name]()
+    training = Training(**SETTINGS, **needed(method), engine="one")
+    prepared = simulation.prepare(method, make("normed"), ragged(), None, training)
     run = finish(prepared)
     names = {n.split(tree.SEPARATOR)[-1] for r, _ in spied if r.kind == "train" for n, _ in tree.leaves(r.up)}
     up = {n.removesuffix(".running_mean") for n in names if n.endswith(".running_mean")}

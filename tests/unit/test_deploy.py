@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import fedstill as fs
+from fedstill import models
 from fedstill.core import tree
 from fedstill.core.errors import InputError, TrainingError
 from fedstill.data import Federation
@@ -511,3 +512,39 @@ def test_an_audit_merges_and_trains_again_to_the_same_bits_and_names_what_was_ch
     lines = (sites["a"] / "audit" / "log.jsonl").read_text().splitlines()
     (other / "audit" / "log.jsonl").write_text("\n".join(lines[:2] + lines[3:]) + "\n")
     assert "line 2 of log.jsonl was changed, or a line beside it left out" in audit.of_site(other, own["a"])[0]
+
+
+def test_sites_with_adapters_give_the_numbers_of_one_process_and_send_nothing_else(
+    federation: Federation, party: Party
+) -> None:
+    """Hub and sites make the base model for themselves; a site's own file is a whole state dict."""
+    one, sites = local(federation, fs.FedSALoRA(), lora="r=2"), party.run(fs.FedSALoRA(), lora="r=2")
+    for k, name in enumerate(NAMES):
+        kept, whole = party.personal(name), one.personal(k)
+        assert kept.keys() == whole.keys()
+        assert all((kept[entry] - whole[entry]).abs().max() < 1e-10 for entry in whole)
+    assert all(record["bytes_up"] == 8 * 2 * 6 for record in sites.history)  # of A, in float64
+
+
+def test_a_site_whose_frozen_weights_are_others_is_refused_in_one_line(
+    federation: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    party, made = Party(federation, tmp_path), models.build
+    party.start("a")
+    party.start("b")
+
+    class Another(OneAtATime):
+        def open(self, about: Any) -> None:
+            with TRACING, monkeypatch.context() as patch:
+                patch.setattr(models, "build", lambda name, shape, classes, seed: made(name, shape, classes, seed + 1))
+                SiteClient.open(self, about)
+
+    party.site_client = Another
+    party.start("c")
+    try:
+        with pytest.raises(
+            TrainingError, match=r"site c: model = [0-9a-f]{12}: should be with the hub's frozen weights"
+        ):
+            party.run(fs.FedAvg(), lora="r=2")
+    finally:
+        party.stop()

@@ -24,7 +24,7 @@ from fedstill.server import average
 from fedstill.server.gate import Gate, difference, example_upload, spec_of
 from fedstill.transport.messages import Reply
 
-from ..problems import SETTINGS, Spy, Tampered, finish, identical, make, ragged, rows, states
+from ..problems import SETTINGS, Spy, Tampered, finish, identical, make, needed, ragged, rows, states
 
 BAD, ROUND = 2, 2  # the client that sends something else, and when
 SIZES = ((13, 5), (7, 3), (1, 2), (10, 4), (5, 1), (8, 2))
@@ -32,7 +32,7 @@ Change = Callable[[Tree], Tree]
 
 
 def prepared(method: fs.Method, model: str = "normed", *, average=tree.mean, **changes) -> Simulation:
-    training = Training(**{**SETTINGS, "participation": 1.0, "engine": "one", **changes})
+    training = Training(**{**SETTINGS, "participation": 1.0, "engine": "one", **needed(method), **changes})
     return prepare(method, make(model), ragged(SIZES), None, training, average=average)
 
 

@@ -23,13 +23,14 @@ from fedstill.run.callbacks import Pace
 from fedstill.run.experiment import FORMAT
 from fedstill.run.journal import Journal
 
-from ..problems import SETTINGS, cut, identical, make, ragged, states
+from ..problems import SETTINGS, cut, identical, make, needed, ragged, states
 
 TINY = dict(rounds=6, epochs=1, clients=5, partition="iid", checkpoint_every=2, eval_every=2, batch_size=32)
 
 
 def experiment(name: str = "pfedsd", **changes) -> fs.Experiment:
-    return fs.Experiment(method=methods.get(name)(), **{**TINY, **changes})
+    method = methods.get(name)()
+    return fs.Experiment(method=method, **{**TINY, **needed(method), **changes})
 
 
 def metrics(folder: Path) -> list[dict]:

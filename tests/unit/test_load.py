@@ -16,12 +16,15 @@ from fedstill.data.outline import Outline
 from fedstill.run import load as loading
 from fedstill.run import prepare
 
+from ..problems import needed
+
 TINY = {"rounds": 2, "clients": 4, "epochs": 1, "batch_size": 64, "workers": 1, "model": "mlp", "device": "cpu"}
 NEED_DATA = ("fedfomo", "per-fedavg")  # whose personal models are made from the client's training data
 
 
 def experiment(name: str = "pfedsd", **values) -> fs.Experiment:
-    return fs.Experiment(method=methods.get(name)(), **{**TINY, **values})
+    method = methods.get(name)()
+    return fs.Experiment(method=method, **{**TINY, **needed(method), **values})
 
 
 def equal(a: dict, b: dict) -> bool:

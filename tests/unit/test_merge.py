@@ -17,11 +17,11 @@ from fedstill.methods.pfedsd import SelfDistillation
 from fedstill.run import simulation
 from fedstill.run.experiment import Training
 
-from ..problems import SETTINGS, identical, make, ragged, run, states
+from ..problems import SETTINGS, identical, make, needed, ragged, run, states
 
 
 def bench_of(method: fs.Method, model: str = "plain", **changes):
-    how = Training(**{**SETTINGS, **changes}, engine="one")
+    how = Training(**{**SETTINGS, **needed(method), **changes}, engine="one")
     return simulation.prepare(method, make(model), ragged(), None, how).trainer.bench
 
 

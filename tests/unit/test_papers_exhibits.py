@@ -19,7 +19,7 @@ from fedstill.run.experiment import Experiment
 EXHIBITS = [exhibit for name in papers.names() for exhibit in papers.exhibits(name).values()]
 CELLS = [cell for exhibit in EXHIBITS for cell in exhibit.cells]
 ORDER = {
-    "pfedsd": "fig2 fig5 table2 table3 fig6 table4 table5 fig7 table6 table7 table8 fig8 table9 table10 table11",
+    "pfedsd": "fig2 fig5 table2 table2-local table3 fig6 table4 table5 fig7 table6 table7 table8 fig8 table9 table10 table11",
     "fedbsd": "table1 table1-start-local fig3 fig4",
     "pfedkd-wcl": "fig1 fig2 fig3 fig4 fig5 fig6 table1 table1-steps table1-2digits table1-2digits-steps section3.4",
     "cd2-pfed": "fig5 table1 table1-warm table2 table3 table4 fig6 table5",

@@ -27,6 +27,8 @@ from fedstill.run.prepare import from_experiment
 from fedstill.transport import wire
 from fedstill.transport.messages import Order, Reply
 
+from ..problems import needed
+
 HELD: dict[str, Any] = {
     "rounds": 3, "epochs": 3, "batch_size": 8, "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3,
     "device": "cpu", "engine": "one",
@@ -141,7 +143,9 @@ def check_kills(
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_every_method_goes_on_to_the_same_bytes(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     life = Life(monkeypatch)
-    check_kills(life, tmp_path, Experiment(method=METHODS[method](), **HELD), 2 * EPOCH - 1)
+    check_kills(
+        life, tmp_path, Experiment(method=METHODS[method](), **HELD, **needed(METHODS[method]())), 2 * EPOCH - 1
+    )
 
 
 CONVOLVED: dict[str, Any] = {"model": "resnet8", "epochs": 2, "rounds": 2}

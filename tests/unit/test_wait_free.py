@@ -26,7 +26,19 @@ from fedstill.run.session import Start, start
 from fedstill.timing.clock import Clock, Devices
 from fedstill.timing.schedule import MERGE, Schedule, Trigger, rehearse
 
-from ..problems import SETTINGS, WIRED, cut_and_resumed, finish, first_rounds, identical, make, ragged, rows, states
+from ..problems import (
+    SETTINGS,
+    WIRED,
+    cut_and_resumed,
+    finish,
+    first_rounds,
+    identical,
+    make,
+    needed,
+    ragged,
+    rows,
+    states,
+)
 
 SIZES = ((13, 5), (7, 3), (1, 2), (10, 4), (5, 1), (8, 2))
 SLOW = {"profile": "lognormal:0.8", "rounds": 4}
@@ -35,7 +47,7 @@ BOTH = [fs.SpectralCoDistillation(personal_epochs=2), fs.Ditto(), fs.FedRoD()]
 
 
 def prepared(method: fs.Method, engine: str = "one", sizes=SIZES, **changes) -> Simulation:
-    training = Training(**{**SETTINGS, "participation": 1.0, "engine": engine, **SLOW, **changes})
+    training = Training(**{**SETTINGS, "participation": 1.0, "engine": engine, **SLOW, **needed(method), **changes})
     return prepare(method, make("plain"), ragged(sizes), None, training)
 
 

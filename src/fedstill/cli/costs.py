@@ -30,7 +30,7 @@ from ..server.coordinator import Record
 from ..server.records import SPLIT
 from ..transport.local import LocalTransport
 from . import flags
-from .job import plan
+from .job import every_method, plan
 from .live import watch
 from .screen import say
 
@@ -81,7 +81,7 @@ def costs(argv: Sequence[str]) -> None:
     if not words:
         right = f"one or more methods {nearest('', METHODS)}, or all: fedstill costs METHOD…"
         raise InputError("method", Shown("nothing"), right)
-    chosen = METHODS if "all" in words else {name: get(name) for name in words}
+    chosen = every_method(flag_values) if "all" in words else {name: get(name) for name in words}
     options = Options(**flags.take(Options, flag_values))
     flag_values = {name: value for name, value in flag_values.items() if name != "time"}
     with flags.named(flag_values):

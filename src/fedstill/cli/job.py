@@ -72,6 +72,11 @@ class Job:
         return self.compares or self.seeds > 1
 
 
+def every_method(flag_values: Mapping[str, Any]) -> dict[str, type[Method]]:
+    """Return what `all` stands for: every method, those about LoRA's adapters where `--lora` is given."""
+    return {name: cls for name, cls in METHODS.items() if "lora" in flag_values or not cls.needs_lora}
+
+
 def plan(methods: Sequence[Method], base: Experiment, flag_values: Mapping[str, Any], command: str) -> Job:
     """Return the job that flags make of a base experiment; refuse a flag that none of the methods has."""
     owners: dict[str, list[str]] = {}

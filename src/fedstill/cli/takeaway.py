@@ -27,12 +27,15 @@ def export(argv: Sequence[str]) -> None:
         "export",
         "Write a model of a finished run to a file: a client's own, or the one for everybody. The suffix says in which format: "
         "safetensors (a state dict for load_state_dict), onnx (needs fedstill[export]), pt2 (torch.export). Each file is loaded "
-        "again and must give the same predictions, to 1e-5. Its metadata names model, client, classes, method and contract.",
+        "again and must give the same predictions, to 1e-5. Its metadata names model, client, classes, method and contract. "
+        "Of a run with --lora, a path without a suffix is a new folder for the adapters alone, as peft writes them.",
         "RUN",
         (
             "fedstill export runs/first --client 7 --to model.safetensors",
             "fedstill export runs/first --generic --to model.onnx",
             "fedstill export runs/first --all models --format pt2",
+            "fedstill export runs/lora --client 7 --to model.safetensors --merge",
+            "fedstill export runs/lora --client 7 --to adapter",
         ),
     )
     group = parser.add_argument_group("results")
@@ -44,6 +47,8 @@ def export(argv: Sequence[str]) -> None:
     )
     help = "the files' format with --all [default safetensors]"
     flags.plain(parser, group, "format", help, "FORMAT", "safetensors, onnx or pt2")
+    group.add_argument("--merge", action="store_true", help="add LoRA's adapters into the weights that they adapt")
+    parser.takes["merge"] = "left without a value"
     read = _read(parser, argv)
     if read is None:
         return
@@ -58,7 +63,7 @@ def export(argv: Sequence[str]) -> None:
         if suffix not in exporting.FORMATS:
             raise InputError("--format", given["format"], FORMATS.replace(".", ""))
         run, done = _run(folder), 0
-        for one in exporting.export_all(run, given["all"], suffix):
+        for one in exporting.export_all(run, given["all"], suffix, "merge" in given):
             say(str(one))
             done += 1
         say(f"{done} models in {given['all']}")
@@ -69,7 +74,7 @@ def export(argv: Sequence[str]) -> None:
         raise InputError("--to", Shown("nothing"), f"a file that ends in {FORMATS} (or --all DIR)")
     client = _client(given)
     path = exporting.check_path(given["to"])
-    say(str(exporting.export(_run(folder), path, client)))
+    say(str(exporting.export(_run(folder), path, client, "merge" in given)))
 
 
 def predict(argv: Sequence[str]) -> None:

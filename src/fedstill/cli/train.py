@@ -27,7 +27,7 @@ from . import job as job_
 from .attacked import plan_attacked
 from .dated import NOWHERE, reserved
 from .execute import execute, stoppable
-from .job import Job, plan
+from .job import Job, every_method, plan
 from .live import watch
 from .screen import results, say
 from .sweep import plan_sweep
@@ -239,7 +239,7 @@ def compare(argv: Sequence[str]) -> None:
     flag_values, words = line
     chosen = {name: get(name) for name in (words or DEFAULT_METHODS) if name != "all"}
     if "all" in words:
-        chosen = METHODS
+        chosen = every_method(flag_values)
     where = carrier.take(flag_values)
     with flags.named(flag_values):
         compared = [cls() for cls in chosen.values()]

@@ -39,6 +39,7 @@ class Method:
     needs_head: ClassVar[bool] = False
     needs_classes: ClassVar[str] = ""
     """Why it works with classification alone, in words that complete "fedrod, which …"; empty: with every objective."""
+    needs_lora: ClassVar[bool] = False  # whether it is about LoRA's adapters
     averages: ClassVar[bool] = (
         False  # whether `merge` puts a plain mean into "params", which a server optimizer may follow
     )
@@ -104,6 +105,10 @@ class Method:
     def init_client(self, task: Task, params: Params) -> Tree:
         """Return a client's memory before its first round. It never leaves unless `finish` puts it into the upload."""
         return {}
+
+    def freezes(self, parameters: Sequence[str]) -> frozenset[str]:
+        """Return which of the model's parameters nobody ever trains: they exist once, are in no tree, and do not travel."""
+        return frozenset()
 
     def private(self, task: Task) -> frozenset[str]:
         """Return the names of the model's state that never leave a client (checked by the laws)."""

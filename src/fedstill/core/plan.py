@@ -25,6 +25,7 @@ DEVICE, PRESENT, DROP, MONITOR = 5, 6, 7, 8  # purposes in simulated time
 NOISE, SAMPLED = 9, 10  # purposes in differential privacy
 ATTACK = 11  # who attacks, which samples are poisoned, and forged noise
 ROOT = 12  # the samples that the server owns, and its training with them
+ADAPTER = 17  # the first values of LoRA's A
 DRAWS = 1 << 16  # a method's own draws from a step's key are numbered from here on, after every layer's dropout
 
 

@@ -57,7 +57,7 @@ class Model(Protocol):
 
     module: nn.Module
     parameters: tuple[str, ...]  # names that training may change
-    buffers: tuple[str, ...]  # the other names of the state
+    buffers: tuple[str, ...]  # the other names of the state that training changes
     names: tuple[str, ...]  # both, in the order of the state
     outputs: int  # numbers in the output for a sample
     example: Tensor  # one or two samples
@@ -89,8 +89,12 @@ class Model(Protocol):
     ) -> Tensor:
         """Return the head's output for given features."""
 
+    @property
+    def constants(self) -> Params:
+        """The entries of the state that training never changes; they are in no tree."""
+
     def initial(self) -> Params:
-        """Return a copy of the initial state."""
+        """Return a copy of the initial state, without the constants."""
 
     def export(self, params: Params) -> Params:
         """Return a full state dict on the CPU."""
@@ -126,6 +130,7 @@ class Site:
     samples: Tensor  # how many there are
     steps: Tensor  # how many SGD steps the method's phases take this round
     last: Tensor  # the round in which the client last trained (float64); 0: it has not taken part yet
+    trained: bool | None = None  # whether it has taken part, where the host knows that
     balance: Tensor | None = None  # the weights of the classes, where they have any
 
 
@@ -198,7 +203,11 @@ class Task:
     @property
     def seen(self) -> Tensor:
         """Whether the client has taken part: in `begin` and `finish` before this round, in `personal` so far."""
-        return self.here().last > 0
+        site = self.here()
+        seen = site.last > 0
+        if site.trained is not None:
+            seen.known = site.trained  # type: ignore[attr-defined]
+        return seen
 
     def logits(self, params: Params, batch: Batch) -> Tensor:
         """Return the model's output in training: dropout on, BatchNorm over the batch, which updates its running statistics."""

@@ -51,6 +51,18 @@ class FederationSettings(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Adapters(Group):
+    """What of the model trains, where not all of it does."""
+
+    lora: str = setting(
+        "",
+        "train low-rank adapters of linear layers and attention, and the head: r=8,alpha=16,targets=query+value "
+        "(all-linear where targets is left out); empty: the whole model",
+        group="model",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LocalTraining(Group):
     """What a client does with its own data in a round, where its method has no values of its own."""
 

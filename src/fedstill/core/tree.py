@@ -140,16 +140,12 @@ def _joined_rows(entries: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], lis
 def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
     """Return a where the (scalar) condition holds, else b: a branch that also works for stacked clients.
 
-    Where the condition is known on the host, it is the tree itself, without copies.
+    Where the host knows the condition (its attribute `known`), it is the tree itself, without copies.
     """
-    if condition.ndim == 0 and condition.device.type == "cpu" and _known(condition):
-        return map(lambda x, y: x, a, b) if condition else map(lambda x, y: y, a, b)
+    known: bool | None = getattr(condition, "known", None)
+    if known is not None:
+        return map(lambda x, y: x if known else y, a, b)
     return map(lambda x, y: torch.where(condition, x, y), a, b)
-
-
-def _known(t: Tensor) -> bool:
-    """Return whether a tensor has a value: it is no stand-in of `vmap` or of tracing."""
-    return type(t) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(t)
 
 
 def total(tree: Tree) -> Tensor:

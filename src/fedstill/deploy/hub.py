@@ -88,6 +88,7 @@ class Deployment:
             standing=sim.training.mode != "sync",
         )
         about = {"experiment": sim.experiment.to_toml(), "clients": len(self.names), "classes": self._classes}
+        about["constants"] = sim.net.fixed.digest()
         sums = [self.hub_server.sites[name].about["checksum"] for name in self.names]
         pending = {str(k): [order.id, order.round] for k, order in self._pending.items()}
         self.hub_server.open(sites, {**begun, **about, "checksums": sums, "pending": pending})

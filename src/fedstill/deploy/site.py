@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..core import files
-from ..core.errors import InputError, TrainingError, first_line
+from ..core.errors import InputError, Shown, TrainingError, first_line
 from ..core.secret import Secret
 from ..edge.edge import Edge
 from ..edge.monitor import Monitor
@@ -97,6 +97,11 @@ class SiteClient:
         experiment = dataclasses.replace(experiment, data="digits", data_root="", external="", **here)
         federation = self.data.among(client, int(about["clients"]), int(about["classes"]))
         sim, _ = from_experiment(experiment, federation)
+        ours = sim.net.fixed.digest()
+        theirs = str(about.get("constants", ours))
+        if ours != theirs:
+            right = f"with the hub's frozen weights ({theirs[:12] or 'none'}): both make the model from the same file"
+            raise InputError("model", Shown(ours[:12] or "nothing frozen"), right)
         privacy_log = open_site_log(about, sim, checksum, self.folder, self.secret, self.max_epsilon)
         measures = dataclasses.replace(sim.trainer.bench.measures, rows=False)  # nothing of single samples leaves
         bench = dataclasses.replace(sim.trainer.bench, hidden=privacy_log, measures=measures)
@@ -260,8 +265,7 @@ class SiteClient:
         from safetensors.torch import save
 
         assert self._edge is not None
-        model = self._edge.served(order)
-        tensors = {name: leaf.detach().cpu().contiguous().clone() for name, leaf in model.items()}
+        tensors = self._sim.net.export(self._edge.served(order))
         about = {"round": str(order.round), "model": self._sim.experiment.model if self._sim.experiment else ""}
         files.write(self._run / "personal.safetensors", save(tensors, about))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, get_args
@@ -228,22 +229,23 @@ class Bench:
         else:
             x, y = train.of(client)
             index = torch.arange(size, device=device)
-        when = torch.tensor(float(last), dtype=torch.float64, device="cpu" if shared else device)
         if self._made.get("round") != round:
             self._made.update(round=round, steps={})
         steps = self._made["steps"]
         if size not in steps:
             steps[size] = self.steps(client, self.phases(round))
 
-        def number(n: int) -> Tensor:
-            return torch.full((), n, dtype=self.net.dtype, device=device)
+        def number(n: int, dtype: torch.dtype = self.net.dtype) -> Tensor:
+            made = functools.partial(torch.full, (), dtype=dtype, device=device)
+            return self._once(n, made, str(dtype)) if shared else made(n)
 
-        samples, made = (self._once(n, number) if shared else number(n) for n in (size, steps[size]))
+        when, known = number(last, torch.float64), last > 0 if shared else None
         balance = None if isinstance(y, Absent) else self.balance(client)
-        task = self.at(round, Site(x, y, index, samples, made, when, balance))
+        site = Site(x, y, index, number(size), number(steps[size]), when, known, balance)
+        task = self.at(round, site)
         return dataclasses.replace(task, lr=self.varied["lr"][client]) if "lr" in self.varied else task
 
-    def _once(self, n: int, make: Callable[[int], Tensor], what: str = "number") -> Tensor:
+    def _once(self, n: int, make: Callable[[int], Tensor], what: str) -> Tensor:
         """Return a tensor that many clients read, made when it is first asked for."""
         if (what, n) not in self._made:
             self._made[what, n] = make(n)

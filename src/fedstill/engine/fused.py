@@ -52,14 +52,14 @@ def recognise(bench: Bench, follow: Callable[[Net], tuple[Layer, ...]] | None = 
     ):
         return None
     layers = (follow or _follow)(net)
-    return Perceptron(layers) if layers and _agrees(bench, layers) else None
+    return Perceptron(layers, net.constants) if layers and _agrees(bench, layers) else None
 
 
 class Perceptron:
     """Trains a chain of layers. Buffers are reused for all phases and clients, so they stay in the cache."""
 
-    def __init__(self, layers: tuple[Layer, ...]) -> None:
-        self.layers = layers
+    def __init__(self, layers: tuple[Layer, ...], constants: Params | None = None) -> None:
+        self.layers, self.constants = layers, constants or {}
         self._loops: dict[tuple[frozenset[str], SGD, torch.dtype], _Loop] = {}
 
     def takes(self, phase: Phase, names: Iterable[str]) -> bool:
@@ -85,17 +85,18 @@ class Perceptron:
         after whole epochs alone, and what is kept besides this loop's state.
         """
         key = frozenset(names), sgd, x.dtype
+        whole = {**self.constants, **start}
         with torch.no_grad():
             if key not in self._loops:
-                self._loops[key] = _Loop(self.layers, start, key[0], sgd)
+                self._loops[key] = _Loop(self.layers, whole, key[0], sgd)
             loop = self._loops[key]
-            loop.load(start)
+            loop.load(whole)
             total, size = x.new_zeros(()), min(size, len(y))
             course, besides = kept if kept is not None else (None, {})
             count = 0
             if course is not None and course.halfway is not None:
                 past, count = course.halfway.state, course.done
-                loop.load({**start, **past["params"]})
+                loop.load({**whole, **past["params"]})
                 for velocity, value in zip(loop.velocity, past["momentum"].values(), strict=True):
                     velocity.copy_(value)
                 total += past["summed"]
@@ -231,8 +232,8 @@ def _follow(net: Net) -> tuple[Layer, ...]:
         layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks for layer in module.modules()
     )
     linear = [name for name, layer in module.named_modules() if type(layer) is nn.Linear]
-    known = {f"{name}.{leaf}" for name in linear for leaf in ("weight", "bias")}
-    if hooked or not linear or not set(net.names) <= known or any(type(layer) not in _PLAIN for layer in leaves):
+    known, state = {f"{name}.{leaf}" for name in linear for leaf in ("weight", "bias")}, {*net.names, *net.constants}
+    if hooked or not linear or not state <= known or any(type(layer) not in _PLAIN for layer in leaves):
         return ()
     try:
         graph = fx.symbolic_trace(module).graph
@@ -267,14 +268,14 @@ def _follow(net: Net) -> tuple[Layer, ...]:
 def _covers(layers: list[Layer], net: Net) -> bool:
     """Return whether every entry of the state is in exactly one layer, and the last layer's output is the model's."""
     used = [name for layer in layers for name in (layer.weight, layer.bias) if name is not None]
-    return bool(layers) and sorted(used) == sorted(net.names) and not layers[-1].relu
+    return bool(layers) and sorted(used) == sorted([*net.names, *net.constants]) and not layers[-1].relu
 
 
 def _agrees(bench: Bench, layers: tuple[Layer, ...]) -> bool:
     """Return whether three ragged steps in float64 give what autograd gives, for each form of the update."""
-    net = Net(bench.net.module, bench.net.device, torch.float64)
+    net = bench.net.twin(torch.float64)
     x, y = bench.data.train.x[:5].double(), bench.data.train.y[:5]
-    if not len(x) or x[0].numel() != net.initial()[layers[0].weight].shape[1]:
+    if not len(x) or x[0].numel() != net.module.get_parameter(layers[0].weight).shape[1]:
         return False
     order = torch.arange(len(y)).flip(0)
     forms = [SGD(0.01, 0.0, False, 0.1), SGD(0.01, 0.9, False, 0.1), SGD(0.01, 0.9, True, 0.1)]
@@ -285,7 +286,7 @@ def _agrees_by(sgd: SGD, net: Net, layers: tuple[Layer, ...], x: Tensor, y: Tens
     start = {
         name: value + 0.1 * torch.arange(value.numel()).sin().view_as(value) for name, value in net.initial().items()
     }
-    ours, total = Perceptron(layers).train(start, net.parameters, sgd, x, y, [order], 2)
+    ours, total = Perceptron(layers, net.constants).train(start, net.parameters, sgd, x, y, [order], 2)
     with torch.enable_grad():
         params = {name: value.clone() for name, value in start.items()}
         weights = [params[name].requires_grad_() for name in net.parameters]

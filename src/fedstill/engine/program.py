@@ -37,7 +37,8 @@ class Definition:
         live, places = batch.pop("live"), batch.pop("rows")
         samples = self.samples.over(source["x"])
         batch.update(x=samples[places], y=source["y"][places])
-        self.step(rows, batch, samples, source["y"], live)
+        with self.step.view.bench.net.fixed.replaced(source["constants"]):
+            self.step(rows, batch, samples, source["y"], live)
 
 
 def trace(definition: Definition, rows: Tree, tables: Tree, source: Tree, counter: Tensor) -> tuple[Any, list[str]]:

@@ -11,7 +11,6 @@ from torch.func import grad_and_value, vmap
 from ..core import tree
 from ..core.errors import first_line
 from ..core.tree import Params
-from ..nn.net import Net
 from .bench import Bench, CompileName
 from .step import over_clients
 
@@ -44,7 +43,7 @@ def refusal(bench: Bench) -> str | None:
     run_net, data = bench.net, bench.data.train
     if run_net.cumulative:
         return "a BatchNorm with momentum=None keeps a cumulative average, which cannot be stacked"
-    net = Net(run_net.module, run_net.device, torch.float64)
+    net = run_net.twin(torch.float64)
     x = data.x[:3].double()
     x = torch.cat([x, x, x])[:3] if len(x) < 3 else x
     x = x + torch.linspace(0, 0.1, 3, dtype=x.dtype, device=x.device).reshape(-1, *[1] * (x.ndim - 1))

@@ -137,7 +137,7 @@ class Stage:
         names, loss = cohort.moving(phase, local), shared_loss(bench, phase)
         step = StackStep(ClientView(bench, cohort.watched), number, names, bench.sgd(phase), loss)
         self.definition = Definition(step, cohort.x)
-        self.source = {"x": cohort.x.tensors(), "y": cohort.y}
+        self.source = {"x": cohort.x.tensors(), "y": cohort.y, "constants": dict(bench.net.constants)}
         self.programs: dict[int, Program] = {}
         self.counter = torch.zeros(1, dtype=torch.int64, device=cohort.device)
         start = _start(cohort, phase, local)

@@ -31,6 +31,7 @@ from torch.func import vmap
 
 from ..core import terms, tree
 from ..core.batch import Batch
+from ..core.errors import InputError, Shown
 from ..core.method import Upload
 from ..core.settings import setting
 from ..core.task import Task
@@ -62,6 +63,9 @@ class FedGen(FedAvg):
     def check(self, task: Task) -> None:
         """Refuse a head that does not run on features alone; this also finds out how it does, before any step is traced."""
         super().check(task)
+        if not task.need_split().head & frozenset(task.net.names):
+            modules = ", ".join(task.need_split().modules)
+            raise InputError("head", Shown(modules), "one that trains: the generator learns from the clients' heads")
         task.head_logits(
             task.net.initial(), torch.zeros(1, task.feature_size(), dtype=task.net.dtype, device=task.net.device)
         )

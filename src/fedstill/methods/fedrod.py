@@ -31,6 +31,7 @@ from ..core.method import Phase
 from ..core.settings import setting
 from ..core.task import Task, pick
 from ..core.tree import Params, Tree
+from ..nn.lora import A
 from .fedavg import FedAvg
 
 
@@ -61,7 +62,12 @@ class FedRoD(FedAvg):
         linear = [(n, layer) for n, layer in layers if any(n == head or n.startswith(head + ".") for head in heads)]
         if not linear or linear[-1][1].out_features != task.net.outputs:
             raise InputError("head", Shown(", ".join(heads)), "one that ends in a linear layer, to which P_k is added")
-        return frozenset(n for n in task.net.names if n.rpartition(".")[0] == linear[-1][0])
+        names = frozenset(n for n in task.net.names if n.rpartition(".")[0] == linear[-1][0])
+        if any(n.rpartition(".")[2] == A for n in names) or not names:
+            raise InputError(
+                "head", Shown(", ".join(heads)), "one whose last layer trains, without adapters: P_k is added to it"
+            )
+        return names
 
     def init_client(self, task: Task, params: Params) -> Tree:
         """P_k = 0."""

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ..core.errors import InputError, Shown, first_line
+from .lora import Adapter
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 PLAIN = (  # they do not mix channels, and have no parameters
@@ -114,10 +115,11 @@ def follow(module: nn.Module, x: Tensor) -> Channels:
 
 
 class _Tracer(fx.Tracer):
-    """Treats a module that says how it widens channels (`channel_factor`) as one step."""
+    """Treats an adapted layer, and a module that says how it widens channels (`channel_factor`), as one step."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return hasattr(m, "channel_factor") or super().is_leaf_module(m, module_qualified_name)
+        own = hasattr(m, "channel_factor") or isinstance(m, Adapter)
+        return own or super().is_leaf_module(m, module_qualified_name)
 
 
 class _Follow(fx.Interpreter):
@@ -144,6 +146,8 @@ class _Follow(fx.Interpreter):
 
     def _module(self, n: fx.Node, source: fx.Node, part: nn.Module, result: Tensor) -> Mark | None:
         name, mark = str(n.target), self.marks[source]
+        if isinstance(part, Adapter):
+            raise _refuse(name, part, "a model without LoRA, whose adapters have no channels")
         if isinstance(part, (nn.Linear, *CONVOLUTIONS)):
             inputs = self.env[source]
             if isinstance(part, nn.Linear) and inputs.ndim != 2:

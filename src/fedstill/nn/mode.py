@@ -42,6 +42,7 @@ class ExecutionMode(TorchFunctionMode):
         super().__init__()
         self.key, self.mask = key, mask
         self.dropouts = self.norms = 0  # how many of them were met
+        self.statistics: list[Tensor] = []  # running statistics that were met in training
         self.limits, self.bf16, self.lowering = execution.winograd, execution.bf16, execution.lowering
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -135,6 +136,8 @@ class ExecutionMode(TorchFunctionMode):
     ) -> Tensor:
         """Normalise; padding is left out of the statistics."""
         self.norms += 1
+        if training and running_mean is not None and running_var is not None:
+            self.statistics += [running_mean, running_var]
         plain = self.lowering is None and not self.bf16
         if plain and (not training or (self.mask is None and len(input) > 1)):
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)

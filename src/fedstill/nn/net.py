@@ -13,6 +13,10 @@ function mode (`mode.py`), active only where the model needs it, replaces some o
 Which of these apply is an `Execution`, fixed when a view of the net is made (`Net.under`).
 
 Running statistics are updated in place on the tensors that were passed in; callers pass copies.
+
+What training never changes is in no tree: parameters that are frozen (`requires_grad` false) and buffers that a training pass
+leaves alone, as position ids. They exist once, as the skeleton's own tensors (`constants`). BatchNorm's statistics move wherever
+the layer is in training mode, as in torch: also where its weight and bias are frozen.
 """
 
 from __future__ import annotations
@@ -20,8 +24,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,20 +33,23 @@ from torch import Tensor, nn
 from ..core.errors import InputError, Shown, first_line
 from ..core.tree import Params
 from .channels import Channels, follow
+from .constants import Constants, Slot
 from .mode import AS_WRITTEN, Execution, ExecutionMode
 from .pool_first import Forward, pool_first
-
-Slot: TypeAlias = tuple[str, dict[str, Tensor | None], str]
 
 
 class Net:
     """The model as a function: `net(params, x, ...)`.
 
     `parameters` are the names that training may move, in `named_parameters()` order; `buffers` the other entries of the
-    state (running statistics, and parameters that the user froze). `params` dictionaries hold both.
+    state that a training pass changes (running statistics). `params` dictionaries hold both. `constants` are the rest of the
+    state, known once `probe` has looked; until then they are buffers.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, module: nn.Module, device: torch.device, dtype: torch.dtype, frozen: Collection[str] = ()
+    ) -> None:
+        """`frozen` names parameters that nobody trains, besides those whose `requires_grad` is false."""
         try:
             self.module = copy.deepcopy(module).to(device)
             complex_names = [n for n, v in self.module.state_dict().items() if v.numel() and v.is_complex()]
@@ -56,6 +63,9 @@ class Net:
         for tensor in (*self.module.parameters(), *self.module.buffers()):
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if name in frozen:
+                parameter.requires_grad_(False)
         self._training, self._evaluating = (copy.deepcopy(self.module).train(mode) for mode in (True, False))
         both = {True: self._training, False: self._evaluating}
         self._recurrent = {t: [p for p in m.modules() if isinstance(p, nn.RNNBase)] for t, m in both.items()}
@@ -65,9 +75,8 @@ class Net:
         for name, value in state.items():
             first.setdefault(id(value), name)
         self._tied = {name: first[id(value)] for name, value in state.items()}
-        self._slots = {train: _slots(m, self._tied) for train, m in both.items()}
-        self.buffers = tuple(n for n in state if self._tied[n] == n and n not in self.parameters)
-        self.names = tuple(n for n in state if self._tied[n] == n)
+        self._all_slots = {train: _slots(m, self._tied) for train, m in both.items()}
+        self._settle(())
         norms = [m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.has_batchnorm = bool(norms)
         self.cumulative = any(m.momentum is None and m.track_running_stats for m in norms)
@@ -81,13 +90,37 @@ class Net:
         self._rewritten: dict[bool, Forward] = {}  # by training mode: what runs instead of the module's own forward
 
     def initial(self) -> Params:
-        """Return a copy of the weights that the module came with."""
+        """Return a copy of the weights that the module came with, without the constants."""
         state = self.module.state_dict()
         return {name: state[name].detach().clone() for name in self.names}
 
     def export(self, params: Params) -> Params:
         """Return a full state dict on the CPU for `module.load_state_dict` (tied weights under all their names)."""
-        return {name: params[source].detach().cpu().clone() for name, source in self._tied.items()}
+        full = {**self.constants, **params}
+        plain = torch.contiguous_format
+        return {n: full[source].detach().cpu().clone(memory_format=plain) for n, source in self._tied.items()}
+
+    # ---- constants ---------------------------------------------------------------------------------------------------
+    def _settle(self, constants: Collection[str]) -> None:
+        """Make these entries of the state constants: the tensors of `module`, which both skeletons share from now on."""
+        state = self.module.state_dict(keep_vars=True)
+        own = [name for name in state if self._tied[name] == name]
+        slots = [slot for both in self._all_slots.values() for slot in both]
+        self.fixed = Constants({name: state[name] for name in own if name in constants}, slots)
+        self.names = tuple(name for name in own if name not in self.constants)
+        self.buffers = tuple(name for name in self.names if name not in self.parameters)
+        self._slots = {train: [s for s in all if s[0] not in self.constants] for train, all in self._all_slots.items()}
+
+    @property
+    def constants(self) -> Params:
+        """The entries of the state that are in no tree."""
+        return self.fixed.tensors
+
+    def twin(self, dtype: torch.dtype) -> Net:
+        """Return a net of the same module, with the same constants, in another precision."""
+        twin = Net(self.module, self.device, dtype)
+        twin._settle(self.constants)
+        return twin
 
     def channels(self) -> Channels:
         """Return the model's layers by channel; its graph is followed once."""
@@ -95,15 +128,18 @@ class Net:
             self._channels = follow(copy.deepcopy(self.module), self.example)
         return self._channels
 
-    def _try(self, x: Tensor, mode: ExecutionMode) -> tuple[Tensor, Params]:
-        """Run a training pass from the initial weights; return its output and the state after it."""
-        params = self.initial()
+    def _try(self, x: Tensor, mode: ExecutionMode) -> tuple[Tensor, Params, set[str]]:
+        """Run a training pass from the initial weights; return its output, the state after it, and the buffers it wrote to."""
+        params, before = self.initial(), self.initial()
+        versions = {name: params[name]._version for name in self.buffers}
         out = self._forward(params, x, True, mode)
+        written = {id(value) for value in mode.statistics}  # torch's own BatchNorm does not count as a change
+        changed = {n for n, v in versions.items() if params[n]._version != v or not torch.equal(params[n], before[n])}
         for name, owner, leaf in self._slots[True]:
             if owner[leaf] is not params[name]:
                 right = "updated in place (copy_, mul_, add_): an assignment in forward would be lost"
                 raise InputError("model", Shown(f"buffer {name}"), right)
-        return out, params
+        return out, params, changed | {name for name in self.buffers if id(params[name]) in written}
 
     def under(self, execution: Execution, rewrite: Callable[[nn.Module], Forward | None] = pool_first) -> Net:
         """Return a view that is executed this way: it shares the skeleton, and this net stays as it is.
@@ -113,6 +149,8 @@ class Net:
         """
         view = copy.copy(self)
         view.execution, view._rewritten = execution, {}
+        for value in self.constants.values():
+            value.data = view.fast_layout(value.data)  # they stay the same tensors
         if execution.pool_first and self.outputs:
             for train in (True, False):
                 forward = rewrite(copy.deepcopy(self.module).train(train))
@@ -132,14 +170,15 @@ class Net:
 
     def _slopes(self, train: bool) -> list[Tensor]:
         """Return, on an example from the initial weights, the output, gradients of a sum of it, and the state after it."""
-        with torch.enable_grad():
+        spare = self.fixed.copies_of_buffers()  # so that a wrong rewriting spoils nothing
+        with torch.enable_grad(), self.fixed.replaced({**self.constants, **spare}):
             params = {name: self.fast_layout(value) for name, value in self.initial().items()}
             weights = [params[name].requires_grad_() for name in self.parameters]
             key = torch.zeros((), dtype=torch.int64, device=self.device)
             out = self(params, self.example, train=train, key=key)
             uneven = torch.arange(out.numel(), device=out.device).cos().view_as(out).to(out.dtype)
             slopes = torch.autograd.grad((out * uneven).sum(), weights, allow_unused=True, materialize_grads=True)
-        return [out, *slopes, *params.values()]
+        return [out, *slopes, *params.values(), *spare.values()]
 
     def fast_layout(self, value: Tensor) -> Tensor:
         """Return an entry of the state in the memory layout in which convolutions are fastest; its values do not change."""
@@ -253,10 +292,10 @@ class Net:
         module = submodule or (self._training if train else self._evaluating)
         forward = self._rewritten.get(train) if submodule is None and not as_written else None
         call = module if forward is None else functools.partial(forward, module)
-        if mode is None:
-            return call(x)
-        with mode:
+        with mode or contextlib.nullcontext():
             out: Tensor = call(x)
+        if self.fixed.buffers:
+            self.fixed.check()
         return out.to(self.dtype) if self.execution.bf16 else out
 
     def probe(self, x: Tensor, output: tuple[int, ...], exact: bool = False) -> None:
@@ -271,9 +310,12 @@ class Net:
         with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []), torch.no_grad():
             before = _generator_state(x.device)
             try:
-                logits, params = self._try(pair, watch)
-                lone, _ = self._try(pair[:1], ExecutionMode(watch.key, None))
+                self._settle(())
+                logits, params, moved = self._try(pair, watch)
+                lone, _, more = self._try(pair[:1], ExecutionMode(watch.key, None))
+                versions = {buffer: params[buffer]._version for buffer in self.buffers}
                 scored, alone = self(params, pair, train=False), self(params, pair[:1], train=False)
+                moved |= more | {buffer for buffer, version in versions.items() if params[buffer]._version != version}
             except InputError:
                 raise
             except Exception as error:
@@ -284,14 +326,12 @@ class Net:
                 right = "free of randomness other than nn.Dropout and nn.Dropout1d/2d/3d in training"
                 raise InputError("model", name, right)
         for rows, out in ((2, logits), (1, lone), (2, scored), (1, alone)):
-            got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-            if (
-                not isinstance(got, tuple)
-                or got[:-1] != (rows, *output[:-1])
-                or (got[-1] != output[-1] if exact else got[-1] < output[-1])
-            ):
+            got = tuple(out.shape) if isinstance(out, Tensor) else ()
+            fits = got[:-1] == (rows, *output[:-1]) and (got[-1] == output[-1] or (not exact and got[-1] > output[-1]))
+            if not fits:
+                shown = got or type(out).__name__
                 right = f"a model with an output of shape [batch, {', '.join(map(str, output))}]"
-                raise InputError("model", Shown(f"{name} with output {got} for {rows} samples"), right)
+                raise InputError("model", Shown(f"{name} with output {shown} for {rows} samples"), right)
         slack = 1e-9 if scored.dtype == torch.float64 else 1e-3
         if (scored[:1] - alone).abs().max() > slack * (1 + alone.abs().max()):
             right = (
@@ -305,6 +345,7 @@ class Net:
         self.has_dropout, self.example = watch.dropouts > 0, pair
         self.has_batchnorm = self.has_batchnorm or watch.norms > 0  # also one that a forward pass calls by itself
         self.outputs = int(logits.shape[-1])
+        self._settle(set(self.buffers) - moved)
 
 
 def _slots(module: nn.Module, tied: dict[str, str]) -> list[Slot]:

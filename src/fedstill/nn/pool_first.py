@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from .lora import Adapter
+
 Forward: TypeAlias = Callable[[nn.Module, Tensor], Tensor]
 POOLS: set[Any] = {F.max_pool2d, torch.max_pool2d}
 RELUS: set[Any] = {F.relu, torch.relu, "relu"}
@@ -46,6 +48,9 @@ class _Tracer(fx.Tracer):
     """Traces buffers as buffers, not as constants."""
 
     proxy_buffer_attributes = True
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, Adapter) or super().is_leaf_module(m, module_qualified_name)
 
 
 def _exchange(pool: fx.Node, root: nn.Module) -> bool:

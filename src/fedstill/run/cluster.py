@@ -111,6 +111,7 @@ class Cluster:
             texts.append(sim.experiment.to_toml())
         lead = simulations[0]
         about = {"experiments": texts, "engine": lead.trainer.name, "reduce": self.reduce}
+        about["constants"] = [sim.net.fixed.digest() for sim in simulations]
         self._ranks.open(edge, about, lead.device)
         return self._ranks
 
@@ -162,5 +163,11 @@ def _clients(group: Group, about: Mapping[str, Any]) -> tuple[Answering, torch.d
         experiment = dataclasses.replace(Experiment.from_values(tomllib.loads(text)), engine=about["engine"])
         federation = federation_of(experiment)
         sims.append(from_experiment(experiment, federation.only(group.share(len(federation))))[0])
+    for sim, digest in zip(sims, about["constants"], strict=True):
+        if sim.net.fixed.digest() != digest:
+            right = (
+                f"with rank 0's frozen weights ({digest[:12] or 'none'}): every rank makes the model from the same file"
+            )
+            raise InputError("model", Shown(sim.net.fixed.digest()[:12] or "nothing frozen"), right)
     edge, plains = edge_of(sims).edge, [about["reduce"] and plain(sim) for sim in sims]
     return Reduced(edge, sims, plains) if any(plains) else edge, sims[0].device

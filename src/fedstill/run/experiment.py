@@ -18,7 +18,8 @@ from ..core.method import Method
 from ..core.protection import Acceptance, Privacy, Robustness
 from ..core.reading import Unreadable, read_json
 from ..core.settings import setting
-from ..core.training import FederationSettings, FurtherScores, LocalTraining, Machine, ServerOptimizer, Timing
+from ..core.training import Adapters, FederationSettings, FurtherScores, LocalTraining, Machine, ServerOptimizer, Timing
+from ..nn.lora import Lora
 from ..server.sampler import BY_PLAN, SAMPLERS
 from ..timing import clock
 from .evaluate import FURTHER, Evaluation
@@ -28,7 +29,16 @@ FORMAT = 3  # of a run folder, in its environment.json; raised when older folder
 
 @dataclass(frozen=True, kw_only=True)
 class Training(
-    Privacy, Robustness, Acceptance, FurtherScores, Timing, Machine, ServerOptimizer, LocalTraining, FederationSettings
+    Privacy,
+    Robustness,
+    Acceptance,
+    FurtherScores,
+    Timing,
+    Machine,
+    ServerOptimizer,
+    Adapters,
+    LocalTraining,
+    FederationSettings,
 ):  # the last base's fields come first
     """How a federation is trained. The fields are `simulate`'s keywords, and flags and TOML keys by the same names."""
 
@@ -40,6 +50,8 @@ class Training(
             clock.parse(self.profile)
         elif self.sampler == "available":
             raise InputError("sampler", self.sampler, "another without a profile of devices, as uniform")
+        if self.lora:
+            Lora.parse(self.lora)
         self._check_contract()
         if self.further_every % self.eval_every:
             right = f"a multiple of eval_every ({self.eval_every}): further scores stand in rounds that are scored"

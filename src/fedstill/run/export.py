@@ -24,6 +24,7 @@ from ..core.errors import InputError, Shown, TrainingError, first_line
 from ..core.metric import measure_of
 from ..core.tree import Params
 from ..core.version import __version__
+from ..nn import lora, peft_format
 from .evaluate import Evaluation
 from .result import Run
 
@@ -51,9 +52,13 @@ class Exported:
         return f"{self.path}: {size}; loaded again: same predictions on {self.samples} {kind} samples ({apart})"
 
 
-def export(run: Run, path: str | Path, client: int | str | None = None) -> Exported:
-    """Write a client's own model, or without `client` the generic one, to a file whose suffix says in which format."""
-    path = check_path(path)
+def export(run: Run, path: str | Path, client: int | str | None = None, merge: bool = False) -> Exported:
+    """Write a client's own model, or without `client` the generic one, to a file whose suffix says in which format.
+
+    With `merge`, LoRA's adapters are added into the weights that they adapt. A path without a suffix is a new folder, into which
+    the adapters alone are written, as peft writes them.
+    """
+    path = check_path(path, run, merge)
     number = None if client is None else run.client(client)
     if number is None and "generic" not in run.method.scores:
         raise InputError("client", Shown("nothing"), f"a client: {run.method.id} trains no generic model")
@@ -61,7 +66,10 @@ def export(run: Run, path: str | Path, client: int | str | None = None) -> Expor
     inputs, real = _inputs(run, number)
     with torch.no_grad():
         expected = run.task.predict(params, inputs).cpu()
-    module = _module(run, run.task.net.export(params))
+    state = run.task.net.export(params)
+    if not path.suffix:
+        return _export_adapters(run, path, state, expected, inputs.cpu(), real, about(run, number))
+    module = _merged(run, state) if merge else _module(run, state)
     write, load = FORMATS[path.suffix.lower()]
     files.make_folder(path.parent)
     part = path.with_name(f".{path.stem}{files.PART}{path.suffix}")
@@ -75,16 +83,33 @@ def export(run: Run, path: str | Path, client: int | str | None = None) -> Expor
     return Exported(path, difference, len(inputs), real)
 
 
-def export_all(run: Run, folder: str | Path, suffix: str = ".safetensors") -> Iterator[Exported]:
+def _export_adapters(
+    run: Run, folder: Path, state: Params, expected: Tensor, inputs: Tensor, real: bool, meta: dict[str, str]
+) -> Exported:
+    """Write the adapters, and what trains beside them, into a new folder, and ask the base model with these files' numbers."""
+    from safetensors.torch import load
+
+    net, head = run.task.net, run.task.head_modules()
+    contents = peft_format.files_of(net.module, state, net.names, head, run.model, meta)
+    again = peft_format.restored(net.export(net.initial()), load(contents[peft_format.TENSORS]))
+    with torch.no_grad():
+        difference = _compare(folder, _module(run, again)(inputs), expected)
+    files.make_folder(folder)
+    for name, content in contents.items():
+        files.write(folder / name, content)
+    return Exported(folder / peft_format.TENSORS, difference, len(inputs), real)
+
+
+def export_all(run: Run, folder: str | Path, suffix: str = ".safetensors", merge: bool = False) -> Iterator[Exported]:
     """Write every client's own model, and the generic one where the method trains one, into a new folder."""
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError("all", str(folder), "a folder that is new or empty")
     if "personal" in run.method.scores:
         for k in (*run.clients, *run.newcomers):
-            yield export(run, folder / f"{stem(run, k)}{suffix}", k)
+            yield export(run, folder / f"{stem(run, k)}{suffix}", k, merge)
     if "generic" in run.method.scores:
-        yield export(run, folder / f"generic{suffix}")
+        yield export(run, folder / f"generic{suffix}", merge=merge)
 
 
 def stem(run: Run, client: int) -> str:
@@ -129,10 +154,17 @@ def about(run: Run, client: int | None) -> dict[str, str]:
     }
 
 
-def check_path(path: str | Path) -> Path:
-    """Return the file to write; refuse a format that there is not, and a file that is there."""
+def check_path(path: str | Path, run: Run | None = None, merge: bool = False) -> Path:
+    """Return the file to write; refuse a format that there is not, a file that is there, and adapters of a model without any."""
     path = Path(path)
-    if path.suffix.lower() not in FORMATS:
+    adapted = run is None or next(lora.adapters(run.task.net.module), None) is not None
+    if merge and (not adapted or not path.suffix):
+        raise InputError(
+            "merge", True, "left out: there are no adapters to merge" if path.suffix else "used with a file"
+        )
+    if not path.suffix and not adapted:
+        raise InputError("to", str(path), f"a file that ends in {', '.join(FORMATS)}: the model has no adapters (lora)")
+    if path.suffix and path.suffix.lower() not in FORMATS:
         raise InputError("to", str(path), f"a file that ends in {', '.join(FORMATS)}")
     if path.exists():
         raise InputError("to", str(path), "a file that does not exist yet")
@@ -161,6 +193,13 @@ def _module(run: Run, state: Params) -> nn.Module:
     """Return a module on the CPU with these weights, in evaluation mode."""
     module = copy.deepcopy(run.task.net.module).cpu()
     module.load_state_dict(state)
+    return module.eval()
+
+
+def _merged(run: Run, state: Params) -> nn.Module:
+    """Return a module without adapters, whose weights have them, in evaluation mode."""
+    module = lora.removed(run.task.net.module).cpu()
+    module.load_state_dict(lora.merged(run.task.net.module, state))
     return module.eval()
 
 

@@ -8,12 +8,14 @@
     scores.json        scores after the federation                  failed.json        why the run could not go on
     answers.json       which test samples each client's model gets right after the last round
     choices.json       measured choices (kernels, clients at once); a resumed run uses them again
+    constants.safetensors
+                       frozen weights and whatever else training never changes of the model, once for all checkpoints
     checkpoints/       the newest two states (safetensors, with checksums; many clients in several files); `fedstill resume
                        FOLDER` continues from the newest
 
 Files are replaced atomically: written to a temporary name, flushed to the disk, renamed. No file is a pickle. environment.json
-has the checksums of experiment.toml and partition.json, and every checkpoint those of the records up to its round: a run goes on
-with the settings and the history that it had, or says in one line why it does not.
+has the checksums of experiment.toml, partition.json and the constants, and every checkpoint those of the records up to its
+round: a run goes on with the settings and the history that it had, or says in one line why it does not.
 """
 
 from __future__ import annotations
@@ -32,13 +34,14 @@ import numpy as np
 import torch
 
 from ..core import files
-from ..core.errors import InputError
+from ..core.errors import InputError, Shown
 from ..core.files import Damaged, write
 from ..core.reading import Missing, Unreadable, field, open_regular, parse_json, read_json
-from ..core.tree import Tree
+from ..core.tree import Params, Tree
 from ..core.version import __version__
 from ..data.outline import Outline
 from ..engine.stage import say
+from ..nn.constants import Constants
 from ..nn.kernels.autotune import Choices
 from .checkpoint import Bound, Checkpoint, Checkpoints, CheckpointWriter
 from .experiment import FORMAT
@@ -47,7 +50,7 @@ from .lock import CHECKPOINTS, FolderLock, check_free
 
 FAILED, SCORES, CHOICES = "failed.json", "scores.json", "choices.json"
 EXPERIMENT, PARTITION, ENVIRONMENT = "experiment.toml", "partition.json", "environment.json"
-DATA, TABLE = "data.json", "metrics.csv"
+DATA, TABLE, CONSTANTS = "data.json", "metrics.csv", "constants.safetensors"
 
 
 @dataclass(frozen=True)
@@ -136,23 +139,29 @@ class Journal:
         threads: int = 0,
         engine: str = "",
         outline: Outline | None = None,
+        constants: Constants | None = None,
     ) -> None:
         """Create the folder, which must be new or empty, and write the files that determine the run.
 
         `threads` is how many clients train on (0: as many as torch is set to), on which last bits may depend.
         """
+        from safetensors.torch import save
+
+        fixed = None if constants is None or not constants.tensors else constants
         self.hold()
         check_free(self.folder)
         division = json.dumps(partition)
         about = {
             **environment(device, threads),
             **({"engine": engine} if engine else {}),
+            **({} if fixed is None else {"constants": fixed.digest()}),
             "partition": files.digest(division.encode()),
             "experiments": [{"after": 0, "sha256": files.digest(experiment.encode())}],
         }
         contents = {
             PARTITION: division.encode(),
             **({} if outline is None else {DATA: files.seal(outline.to_dict())}),
+            **({} if fixed is None else {CONSTANTS: save(fixed.copies())}),
             ENVIRONMENT: files.seal(about, indent=2),
             EXPERIMENT: experiment.encode(),  # last: a folder without it holds no run yet
         }
@@ -221,6 +230,26 @@ class Journal:
             say(
                 f"{self.folder}: it began with {'; '.join(changed)}: last bits may differ from those of a run without a stop"
             )
+
+    def check_constants(self, constants: Constants) -> None:
+        """Refuse to continue with a model whose frozen weights are others than when the run began."""
+        before, now = str(files.unseal(self.folder / ENVIRONMENT).get("constants", "")), constants.digest()
+        if before != now:
+            right = f"with the frozen weights that it began with ({before[:12]}), which are in {CONSTANTS}"
+            right = right if before else "with nothing frozen, as it began"
+            raise InputError("model", Shown(now[:12] or "nothing frozen"), right)
+
+    def constants(self) -> Params:
+        """Return the frozen weights with which the run began, for a model that has other ones; none where it has none."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        if not files.unseal(self.folder / ENVIRONMENT).get("constants"):
+            return {}
+        try:
+            return load((self.folder / CONSTANTS).read_bytes())
+        except (OSError, SafetensorError) as error:
+            raise InputError("folder", str(self.folder), f"one whose {CONSTANTS} is whole ({error})") from None
 
     def outline(self) -> Outline | None:
         """Return the form of the run's data; None where that is not known, or not as it was written."""

@@ -39,7 +39,7 @@ LARGEST = 1 << 30  # bytes of a partition.json
 SUMMARY = "summary.json"
 AS_TRAINED = (  # settings that the hooks behind a personal or generic model may see
     "rounds", "epochs", "local_steps", "batch_size", "lr", "momentum", "nesterov", "weight_decay", "seed", "dtype", "newcomers",
-    "participation", "precision", "class_weights", "label_smoothing",
+    "participation", "precision", "lora", "class_weights", "label_smoothing",
 )  # fmt: skip
 Model: TypeAlias = nn.Module | Callable[[], nn.Module]
 
@@ -200,7 +200,15 @@ class Held:
             training = Training(**{**same, "rounds": len(self.history)}, device=self.device, engine="one", workers=1)
             federation = self.outline.federation(_partition(self.folder))
             self._hollow = prepare(experiment.method, self._module(), federation, experiment.head or None, training)
+            self._take_constants(self._hollow)
         return self._hollow
+
+    def _take_constants(self, simulation: Simulation) -> None:
+        """Give a simulation's model the frozen weights that the run had, whatever the module came with."""
+        net, constants = simulation.net, self.journal.constants()
+        if constants or net.constants:
+            net.fixed.load(constants)
+            self.journal.check_constants(net.fixed)
 
     def open(self) -> Parts:
         """Return the run as it was after its last checkpoint."""
@@ -228,6 +236,7 @@ class Held:
             simulation = prepare(
                 self.experiment.method, self._module(), self.federation, self.experiment.head or None, training
             )
+            self._take_constants(simulation)
         survey = self.journal.survey(pick_device(self.device))
         if not survey.whole:
             problems = "; ".join(survey.problems()) or "it has none"

@@ -25,6 +25,7 @@ from ..data.poison import poisoned
 from ..edge.data_manager import DataManager, join, on_device
 from ..engine.bench import Bench, threads
 from ..engine.trainer import Trainer
+from ..nn import lora
 from ..nn.net import Net
 from ..nn.split import by_head
 from ..scores.external import with_external
@@ -63,6 +64,11 @@ class Simulation:
     def task(self) -> Task:
         """The setting of local work."""
         return self.trainer.bench.task
+
+    @property
+    def net(self) -> Net:
+        """The model."""
+        return self.trainer.bench.net
 
     def common_score(self, trainer: Trainer, generic: Tree) -> dict[str, Any]:
         """Return the generic model's score and metrics on the common test set."""
@@ -140,7 +146,13 @@ def prepare(
         model = models.seeded(model, training.seed)
     if not isinstance(model, nn.Module):
         raise InputError("model", Shown(type(model).__name__), "an nn.Module, or a function that makes one")
-    net = Net(model, device, dtype)
+    if training.lora:
+        known = by_head(model, head)
+        if known is None:
+            right = "named, since LoRA trains it beside the adapters (or leaves it alone)"
+            raise InputError("head", Shown("(none)"), right)
+        model = lora.adapt(model, lora.Lora.parse(training.lora), known.modules, training.seed)
+    net = Net(model, device, dtype, method.freezes([name for name, _ in model.named_parameters()]))
     if not net.parameters:
         raise InputError("model", Shown(type(model).__name__), "a module with parameters that require a gradient")
     split = by_head(model, head)

@@ -20,6 +20,7 @@ from ..data import Dataset
 from ..data.outline import Outline
 from ..edge.data_manager import DataManager
 from ..engine.trainer import Trainer
+from ..nn import lora
 from ..server.coordinator import Coordinator, Record
 from ..transport.messages import Kind, Reply
 from . import accounting, frame
@@ -162,12 +163,13 @@ class Run:
         memory = reply.up.get("memory", self.method.init_client(self.task, self._loaded()[0].initial))
         return tree.to({**memory, **reply.up.get("undecided", {})}, self.task.net.device)
 
-    def personal(self, client: int | str) -> Params:
-        """Return the own model of a client, by its number or name, as a state dict.
+    def personal(self, client: int | str, merged: bool = False) -> Params:
+        """Return the own model of a client, by its number or name, as a whole state dict.
 
-        For a method without personal models that is the generic one.
+        For a method without personal models that is the generic one. With `merged`, LoRA's adapters are added into the weights
+        that they adapt, and it is a state dict of the model without adapters.
         """
-        return self.task.net.export(self.served(self.client(client)))
+        return self.state_dict(self.served(self.client(client)), merged)
 
     def client(self, client: int | str) -> int:
         """Return the number of a client, which is given by its number or its name; refuse one that there is not."""
@@ -184,9 +186,17 @@ class Run:
             raise InputError("client", client, f"a number from 0 to {last}{named}")
         return number
 
-    def generic(self) -> Params:
-        """Return the model for everybody as a state dict (for `Local`, where nobody trains one: the initial weights)."""
-        return self.task.net.export(self.generic_model())
+    def generic(self, merged: bool = False) -> Params:
+        """Return the model for everybody as a state dict (for `Local`, where nobody trains one: the initial weights).
+
+        `merged` as in `personal`.
+        """
+        return self.state_dict(self.generic_model(), merged)
+
+    def state_dict(self, params: Params, merged: bool = False) -> Params:
+        """Return a model, given by what of it trains, as a whole state dict on the CPU."""
+        state = self.task.net.export(params)
+        return lora.merged(self.task.net.module, state) if merged else state
 
     def score(self, **contract: Any) -> float:
         """Return one number by the evaluation contract: `model`, `clients`, `mean`, `round`, `metric` (see `Evaluation`)."""

@@ -415,5 +415,7 @@ def _check_alike(a: Simulation, b: Simulation) -> None:
     if b.trainer.name != "stacked" or (a.newcomers and a.training.seed != b.training.seed):
         raise CannotStack("clients are not stacked" if b.trainer.name != "stacked" else "their newcomers differ")
     shapes = [{n: (tuple(v.shape), v.dtype) for n, v in sim.initial.items()} for sim in (a, b)]
+    if a.net.fixed.digest() != b.net.fixed.digest():
+        raise CannotStack("their frozen weights differ")
     if shapes[0] != shapes[1] or a.data.clients != b.data.clients:
         raise CannotStack("their models or their numbers of clients differ")

@@ -77,6 +77,7 @@ def simulate(
                 if before.read_text(encoding="utf-8") != text:
                     raise InputError("out", str(out), "the folder of the same call: its settings or method were others")
                 journal.check_partition(partition)
+                journal.check_constants(simulation.net.fixed)
                 journal.note_changes(simulation.device)
     return finish(Start(simulation, journal, progress=progress, resume=resume, callbacks=callbacks), transport)
 
@@ -139,7 +140,7 @@ def _begin(
 ) -> None:
     """Have a journal write what determines a run."""
     threads, engine = simulation.trainer.training_threads, simulation.trainer.name
-    journal.begin(text, partition, simulation.device, threads, engine, Outline.of(federation))
+    journal.begin(text, partition, simulation.device, threads, engine, Outline.of(federation), simulation.net.fixed)
 
 
 def complete(experiment: Experiment, federation: Federation) -> Experiment:
@@ -194,6 +195,7 @@ def continued(
             wanted = complete(experiment, federation)
             check_same(held, wanted, journal.folder)
         journal.check_partition(partition_record(federation, wanted.profile))
+        journal.check_constants(simulation.net.fixed)
         changed, done = wanted.rounds != held.rounds, len(journal.history())
         if changed and wanted.rounds < done:
             raise InputError("rounds", wanted.rounds, f"at least {done}: so many are over")
