@@ -121,7 +121,8 @@ def test_stacked_through_the_wire_equals_one(row: Row, kind: str) -> None:
         assert pooled
         for name in ("loss", "personal", "personal_sample", *pooled):
             assert a[name] == pytest.approx(b[name], abs=1e-10), name
-    moved = {name: value - model(kind).state_dict()[name] for name, value in states(one)["personal 0"].items()}
+    start = one.task.net.export(one.task.net.initial())
+    moved = {name: value - start[name] for name, value in states(one)["personal 0"].items()}
     assert any(value.abs().max() > 1e-3 for value in moved.values()), "nothing was trained"
 
 
@@ -190,7 +191,7 @@ def test_one_client_ends_at_least_squares(method: fs.Method) -> None:
     assert run.history[-1]["metric"] == "mae"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["regression", "tokens"])
 def test_a_traced_program_and_a_cohort_of_one_equal_one(kind: str, traced) -> None:
     how = {"participation": 1.0}
     together = train(kind, fs.PFedSD(lam=0.5), **how)

@@ -226,7 +226,7 @@ def test_the_best_round_is_the_lowest() -> None:
 def test_forgetting_is_an_error_that_grows() -> None:
     fed = federation(np.array([0.5, 1.25, 2.0]), np.array([4.5, 5.25, 5.0]))
     done = fs.simulate(
-        fs.FedAvg(), model=torch.nn.Linear(2, 1), data=fed, rounds=2, forgetting=True, lr=0.1, engine="one"
+        fs.FedAvg(), model=lambda: torch.nn.Linear(2, 1), data=fed, rounds=2, forgetting=True, lr=0.1, engine="one"
     )
     first, second = done.history
     gaps = [second["downloaded_clients"][k] - first["trained_clients"][k] for k in ("0", "1")]
@@ -237,7 +237,7 @@ def test_forgetting_is_an_error_that_grows() -> None:
 def test_votes_are_averages_of_the_values() -> None:
     fed = federation(np.array([0.5, 1.25, 2.0]), np.array([4.5, 5.25, 5.0]))
     done = fs.simulate(
-        fs.Local(), model=torch.nn.Linear(2, 1), data=fed, rounds=2, lr=0.1, engine="one", dtype="float64"
+        fs.Local(), model=lambda: torch.nn.Linear(2, 1), data=fed, rounds=2, lr=0.1, engine="one", dtype="float64"
     )
     net = torch.nn.Linear(2, 1, dtype=torch.float64)
     values = []

@@ -234,9 +234,6 @@ class Measures:
             raise InputError("metrics", ",".join(names), f"at most {MOST} metrics")
         return cls(objective, tuple(found), labels, outputs=outputs)
 
-    def __bool__(self) -> bool:
-        return bool(self.metrics)
-
     @property
     def families(self) -> tuple[Family, ...]:
         """The statistics that the metrics need."""

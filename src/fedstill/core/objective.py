@@ -44,6 +44,8 @@ class Objective:
     name: ClassVar[ObjectiveName]
     metric: ClassVar[str] = "accuracy"  # what `score` is, as a mean over samples
     beside: ClassVar[tuple[str, ...]] = ()  # metrics that are computed unless others are named
+    lower: ClassVar[bool] = False  # whether a lower score is better
+    counted: ClassVar[bool] = False  # whether scores are right answers, which are counted
     whole: ClassVar[bool] = False  # whether targets are whole numbers
     unit: ClassVar[str]  # what `size` counts, in words
 
@@ -99,11 +101,6 @@ class Objective:
         flat = outputs.reshape(-1, *outputs.shape[len(lead) :])
         return type(self)(self.size, self.target).each(flat, y.reshape(-1, *self.target)).reshape(lead)
 
-    @property
-    def counted(self) -> bool:
-        """Whether scores are right answers, which are counted."""
-        return self.name == "classification"
-
     # ---- form --------------------------------------------------------------------------------------------------------
     @property
     def plain(self) -> bool:
@@ -130,6 +127,7 @@ class Classification(Objective):
     """One of several classes."""
 
     name = "classification"
+    counted = True
     whole = True
     unit = "classes"
 
@@ -209,6 +207,7 @@ class Regression(Objective):
 
     name = "regression"
     metric = "mae"
+    lower = True
     beside = ("mae", "rmse", "r2")
     unit = "outputs"
 

@@ -186,10 +186,13 @@ class Edge:
         for model, choose in (("personal", self._personal), ("generic", _generic)):
             rows = [i for i, order in enumerate(orders) if self._has(order, model)]
             models = [(self.slot(orders[i]), choose(orders[i])) for i in rows]
-            for i, (score, found) in zip(rows, self.trainer.measure(split, models), strict=True):
-                reports[i][model] = float(score)
-                reports[i] |= {f"{model}_{name}": value for name, value in measures.values(found).items()}
-                if measures:
+            if not measures.metrics:
+                for i, score in zip(rows, self.trainer.score(split, models), strict=True):
+                    reports[i][model] = float(score)
+            else:
+                for i, (score, found) in zip(rows, self.trainer.measure(split, models), strict=True):
+                    own = {f"{model}_{name}": value for name, value in measures.values(found).items()}
+                    reports[i] |= {model: float(score), **own}
                     statistics[i][model] = measures.sent(found)
             if split == "train":
                 for i, loss in zip(rows, self.trainer.losses(split, models), strict=True):

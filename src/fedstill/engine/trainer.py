@@ -230,9 +230,7 @@ class Trainer:
             return [hit for group in self._groups(models) for hit in self._engine().score(self.bench, part, group)]
 
     def measure(self, part: str, models: Sequence[tuple[int, Params]]) -> list[tuple[float, Tree]]:
-        """Return the same, and the statistics of the run's metrics; none where it has no metrics beside."""
-        if not self.bench.measures:
-            return [(score, {}) for score in self.score(part, models)]
+        """Return the same, and the statistics of the run's metrics."""
         with torch.no_grad(), threads(self.training_threads):
             return [one for group in self._groups(models) for one in self._engine().measure(self.bench, part, group)]
 

@@ -304,6 +304,7 @@ def notes(runs: Sequence[Run], results: Sequence[ResultRow], facts: Facts = UNKN
     for name, heading in scores.headings().items():
         if any(name in row.further for row in results):
             words = explanations[name].replace("{external}", facts.external or "external data")
+            words = words if measure.share else words.replace("accuracy", measure.title)
             lines.append(f"{heading.replace('%', measure.mark)}: {words}")
     lines += metric_notes(runs, results)
     generic_only = [row.label for row in results if row.generic_only]

@@ -78,7 +78,7 @@ class Simulation:
         with threads(trainer.training_threads), torch.no_grad():
             outputs = self.task.predict(generic, x)
             record = {"generic_common": float(self.task.objective.score(outputs, y).double().mean())}
-            if measures:
+            if measures.metrics:
                 found = measures.values(measures.reduce(outputs, y))
                 record |= {f"generic_{name}_common": value for name, value in found.items()}
         return record

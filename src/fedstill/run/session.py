@@ -16,7 +16,6 @@ from .. import scores
 from ..core import settings, tree
 from ..core.errors import CannotStack, TrainingError
 from ..core.memory import available as available_memory
-from ..core.metric import measure_of
 from ..core.plan import JointPlan, Plan
 from ..edge.data_manager import join
 from ..edge.edge import Edge, MemoryStore
@@ -228,7 +227,7 @@ def _coordinator(
     if start.journal is not None and stop is not None:
         callbacks.append(StopCallback(stop))
     per_round = count(sim.task.clients, training.participation)
-    lower = measure_of(sim.task.objective.metric).lower
+    lower = sim.task.objective.lower
     return Coordinator(
         sim.method,
         sim.task,

@@ -14,7 +14,6 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from ..core.errors import InputError, TrainingError
-from ..core.metric import measure_of
 from ..core.plan import Plan, key, permutation
 from ..server.records import worst_tenth
 from ..server.sampler import count
@@ -36,7 +35,7 @@ def fine_tuned(run: Finished, epochs: int, subset: Subset = "head") -> dict[str,
     """Return the clients' accuracies on their own tests after `epochs` more, named as a record names the personal ones."""
     replies = _tune(run, run.clients, epochs, subset)
     rates, sizes = _rates(replies, "after"), [reply.report["samples"] for reply in replies]
-    lower = measure_of(run.task.objective.metric).lower
+    lower = run.task.objective.lower
     return {
         "fine_tuned": float(np.mean(rates)),
         "fine_tuned_sample": float(np.average(rates, weights=sizes)),

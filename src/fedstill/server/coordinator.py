@@ -19,7 +19,7 @@ import numpy as np
 
 from ..core.errors import TrainingError
 from ..core.method import Method, Upload
-from ..core.metric import METRICS, NO_METRICS, Measure, Measures, measure_of
+from ..core.metric import METRICS, NO_METRICS, Measures
 from ..core.plan import Plan
 from ..core.task import Average, Task
 from ..core.tree import Tree
@@ -295,8 +295,8 @@ class Coordinator:
                 reason = "; ".join(f"client {k}: {why}" for k, why in [*self.noted.items(), *refused.items()][:1])
                 raise TrainingError(f"round {task.round}: no client sent scores that can be; {reason or NOBODY}")
             prefix = "" if split == self.splits[0] else f"{split}_"
-            record |= summary(scores, prefix, self.measure.lower)
-            if self.measures:
+            record |= summary(scores, prefix, self.task.objective.lower)
+            if self.measures.metrics:
                 record |= metrics(counted, self.method.scores, self.measures, prefix, self.method.scores[0])
             if split == "train":
                 record |= training_losses(counted)
@@ -305,11 +305,6 @@ class Coordinator:
         if self.common is not None and generic is not None:
             record |= self.common(generic)
         return {**record, **self.described()}
-
-    @property
-    def measure(self) -> Measure:
-        """How the scores of the objective are read."""
-        return measure_of(self.task.objective.metric)
 
     def described(self) -> Record:
         """Return what a record says of its metrics: which the score is where it is not accuracy, and own ones that fall."""
@@ -344,7 +339,7 @@ class Coordinator:
         Uploads are bounded by the first right one or, before it and where their form varies, by the server's state and a
         model; replies of numbers by what these may need. What a client keeps (`state`) is sent where clients are ours.
         """
-        if kind == "score" and self.measures:
+        if kind == "score" and self.measures.metrics:
             return SMALL + self.measures.bytes(max(map(max, self.tests.values()), default=0)) * len(self.method.scores)
         if kind not in ("train", "model"):
             return 0 if kind == "state" else SMALL
@@ -442,7 +437,7 @@ class Coordinator:
         models = self.method.scores if reply.kind == "score" else ()
         registered = registered if "samples" in needed else {}
         wrong = misreported(reply.report, (*needed, *models), registered, self.task.objective.counted)
-        if not wrong and reply.kind == "score" and self.measures:
+        if not wrong and reply.kind == "score" and self.measures.metrics:
             sent = (self.measures.wrong(reply.up.get(model), int(reply.report["samples"])) for model in models)
             wrong = next(filter(None, sent), "")
         if not wrong and reply.kind == "model":
