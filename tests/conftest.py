@@ -20,7 +20,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 SLOW = {  # files that `--quick` leaves out; of the laws and the system tests it takes those below
     "test_accounting", "test_async", "test_baselines_a", "test_channels", "test_data_manager", "test_data_papers", "test_fused",
-    "test_gate", "test_journal",
+    "test_gate", "test_journal", "test_library_models",
     "test_model_store", "test_models", "test_models_images", "test_papers", "test_parts", "test_pool", "test_program",
     "test_rules",
     "test_scores", "test_time", "test_together", "test_wait_free", "test_winograd",

@@ -41,6 +41,7 @@ from .methods.scaffold import SCAFFOLD
 from .methods.spectral import SpectralCoDistillation
 from .nn.lora import with_lora
 from .report import text as _text  # noqa: F401 - `Run.table` prints with it
+from .report.progress import Progress
 from .run.evaluate import Evaluation
 from .run.experiment import Experiment, Training
 from .run.export import export
@@ -89,6 +90,7 @@ __all__ = [
     "Params",
     "PerFedAvg",
     "Phase",
+    "Progress",
     "Run",
     "SpectralCoDistillation",
     "Task",

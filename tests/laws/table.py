@@ -553,7 +553,7 @@ ROWS = [
         stationary_where_loss_counts,
         neutral=(
             Neutral(
-                fs.FedFomo(weights="equal", m=0, val=0), fs.FedAvg(mean="uniform"), within=1e-13, settings=EVERYBODY
+                fs.FedFomo(weighing="equal", m=0, val=0), fs.FedAvg(mean="uniform"), within=1e-13, settings=EVERYBODY
             ),
         ),
     ),

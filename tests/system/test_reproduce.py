@@ -182,7 +182,12 @@ def test_a_cell_that_diverges_leaves_the_others_alone(tmp_path, capsys, monkeypa
     [
         (["pfedkd-wlc/table1"], "pfedkd-wcl"),
         (["pfedkd-wcl/tabel1"], "table1"),
+        (["pfedkd-wcl", "table1"], "pfedkd-wcl/table1"),
         ([TABLE, "--only", "pfedkd-wlc"], "pfedkd-wcl"),
+        ([TABLE, "--only", "mnist-mlr/pfedkd-wlc"], "mnist-mlr/pfedkd-wcl"),
+        ([TABLE, "--only", ","], "--only"),
+        ([TABLE, "--seeds", "-1"], "--seeds"),
+        ([TABLE, "--device", "gpu"], "cuda"),
         ([TABLE, "--scale", "2"], "--scale"),
         ([], "pfedsd/table2"),
     ],

@@ -37,7 +37,7 @@ def test_from_arrays():
         (np.float32, torch.float32, 1),
         (np.float64, torch.float64, 1),
         (np.float16, torch.float32, 1),
-        (np.int32, torch.float32, 1),
+        (np.int32, torch.int64, 1),  # ids
         (np.uint8, torch.float32, 255),
         (">f4", torch.float32, 1),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import numpy as np
@@ -102,6 +103,24 @@ def test_csv_silos(tmp_path):
     assert data.classes == 3
     fed = Federation.from_dataset(data, partition="owner", clients=None)
     assert [len(c.y_train) + len(c.y_test) for c in fed.clients] == [3, 2]
+
+
+def test_csv_labels_may_be_the_classes_names(tmp_path):
+    """Classes are numbered by their sorted names over all files, whichever of them a file has."""
+    (tmp_path / "berlin.csv").write_text("age,label\n1,sick\n2, healthy\n")
+    (tmp_path / "lyon.csv").write_text("age,label\n3,unknown\n4,sick\n")
+    data = load(str(tmp_path))
+    assert data.labels == ("healthy", "sick", "unknown")
+    assert data.y.tolist() == [1, 0, 2, 1]
+    assert data.x.tolist() == [[1], [2], [3], [4]]
+    for text, says in (
+        ("age,label\n3,unknown\n4,0\n", "lyon.csv, line 3, column 2 = '0': should be the name of a class"),
+        ("age,label\n3,unknown\n4,\n", "line 3, column 2 = '': should be the name of a class"),
+        ("age,label\n3,0\n4,1\n", "should be with names as labels as berlin.csv has"),
+        ("age,label\n3,0\n4,sick\n", "line 3, column 2 = 'sick': should be a number"),
+    ):
+        (tmp_path / "lyon.csv").write_text(text)
+        refused(tmp_path, re.escape(says))
 
 
 def test_csv_without_header_has_the_label_last(tmp_path):

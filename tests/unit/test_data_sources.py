@@ -338,5 +338,5 @@ def test_moments_are_exact():
 def test_a_dataset_is_checked_when_it_is_made():
     with pytest.raises(InputError, match="as many labels"):
         Dataset("a", np.zeros((2, 3), np.float32), np.zeros(3, np.int64), 1)
-    with pytest.raises(InputError, match="uint8 or float32"):
+    with pytest.raises(InputError, match="uint8, float32 or int64"):
         Dataset("a", np.zeros((2, 3)), np.zeros(2, np.int64), 1)

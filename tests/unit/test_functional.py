@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedstill as fs
+from fedstill.core import task
 from fedstill.nn.mode import Execution
 from fedstill.nn.net import Net
 
@@ -209,12 +210,12 @@ class Coupled(nn.Module):
         if self.how == "batch mean" and self.training:
             self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
             x = x - x.mean(0)
-        if self.how == "sequence dropout":  # [time, batch, features]: a mask by position would see the batch's size
-            x = self.drop(x.unsqueeze(0).expand(2, -1, -1)).sum(0)
+        if self.how == "shuffled dropout":  # a mask whose samples are on no axis of their own sees the batch's size
+            x = self.drop(x.t().reshape(-1)).reshape(4, -1).t()
         return self.fc(x)
 
 
-@pytest.mark.parametrize("how", ["batch mean", "sequence dropout"])
+@pytest.mark.parametrize("how", ["batch mean", "shuffled dropout"])
 def test_a_model_that_padding_would_change_is_trained_one_by_one(how: str) -> None:
     with pytest.raises(fs.InputError, match="'one' for this model: its samples see one another"):
         run(fs.FedAvg(), data=ragged(), model=Coupled(how), engine="stacked")
@@ -293,3 +294,22 @@ def test_a_view_is_executed_in_its_own_way() -> None:
     assert (net.execution, low.under(net.execution).execution) == (Execution(), Execution())
     with pytest.raises(dataclasses.FrozenInstanceError):
         low.execution.bf16 = False
+
+
+@pytest.mark.parametrize("of", ["one weight", "no weight"])
+def test_autograd_and_func_differentiate_alike(of: str) -> None:
+    weights = {"a": torch.tensor([1.0, -2.0], dtype=torch.float64), "b": torch.ones(3, dtype=torch.float64)}
+    buffers = {"mean": torch.zeros((), dtype=torch.float64)}
+
+    def objective(weights, buffers):
+        seen = {"mean": buffers["mean"] + 5.0}
+        return (weights["a"].pow(3).sum() if of == "one weight" else torch.ones(()).double()), seen
+
+    with torch.no_grad():  # as scores and `finish` call it
+        for differentiate in (task.by_func, task.by_autograd):
+            grads, (loss, after) = differentiate(objective, weights, buffers)
+            assert grads["a"].tolist() == ([3.0, 12.0] if of == "one weight" else [0.0, 0.0])
+            assert grads["b"].tolist() == [0.0, 0.0, 0.0]
+            assert float(loss) == (-7.0 if of == "one weight" else 1.0)
+            assert float(after["mean"]) == 5.0
+            assert not any(t.requires_grad for t in (*grads.values(), loss, *after.values(), *weights.values()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,9 +15,9 @@ from torch import nn
 import fedstill as fs
 from fedstill import models
 from fedstill.core.optim import SGD
-from fedstill.engine import fused
 from fedstill.engine.bench import Bench
-from fedstill.engine.fused import Layer, Perceptron, recognise
+from fedstill.engine.fused import Layer, Perceptron
+from fedstill.engine.recognise import _follow, recognise
 from fedstill.run import simulation
 from fedstill.run.experiment import Training
 
@@ -81,7 +81,7 @@ def test_equals_autograd(hidden, samples, size, epochs, momentum, nesterov, deca
     sgd = SGD(0.1, momentum, nesterov and momentum > 0, decay)
     perceptron = Perceptron(layers)
     for _ in range(2):  # the second time in buffers that were used
-        ours, total = perceptron.train(start, names, sgd, x, y, orders, size)
+        ours, total, _ = perceptron.train(start, names, sgd, x, y, orders, size)
         theirs, expected = by_autograd(layers, start, set(names), sgd, x, y, orders, size)
         assert max((ours[n] - theirs[n]).abs().max() for n in start) < 1e-12
         assert float(total) == pytest.approx(expected, abs=1e-12)
@@ -187,15 +187,79 @@ def test_other_models_are_left_to_autograd(name: str) -> None:
 
 def test_a_chain_that_was_followed_wrongly_is_refused() -> None:
     bench = bench_of(models.build("mlp2", (4,), 3))
-    right = fused._follow(bench.task.net)
+    right = _follow(bench.task.net)
     wrong = [(replace(right[0], relu=False), *right[1:]), (right[0], replace(right[1], relu=False), right[2])]
     for layers in wrong:
         assert recognise(bench, lambda net, layers=layers: layers) is None
 
 
-@pytest.mark.parametrize("method", [fs.FedProx(), fs.SCAFFOLD(), fs.PFedSD()], ids=lambda m: m.id)
-def test_other_losses_are_left_to_autograd(method: fs.Method) -> None:
-    assert recognise(bench_of(models.build("mlp", (4,), 3), method)) is None
+@dataclass(frozen=True, kw_only=True)
+class Squared(fs.FedProx):
+    """Another objective than its parent's, whose closed form it inherits but for the contract."""
+
+    def loss(self, task, params, local, batch):
+        return self.fit(task, params, batch).square()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrong(fs.FedProx):
+    """A closed form that is not its objective's."""
+
+    def closed_form(self, task, local):
+        return replace(super().closed_form(task, local), pull=1.001 * self.mu)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failing(fs.FedProx):
+    def begin(self, task, down, memory):
+        return {"params": down["w"]}
+
+
+OTHER_METHODS = {
+    "correct": fs.SCAFFOLD(), "loss": Squared(), "wrong": Wrong(), "failing": Failing(), "hf": fs.PerFedAvg(variant="hf"),
+    "ewc": fs.PFedSD(regulariser="ewc"), "mse": fs.PFedSD(regulariser="mse"), "past dropout": fs.PFedSD(teacher_mode="train"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_METHODS)
+def test_other_objectives_are_left_to_autograd(name: str) -> None:
+    assert recognise(bench_of(models.build("mlp", (4,), 3), OTHER_METHODS[name])) is None
+
+
+def test_batches_that_are_wide_for_the_inputs_are_left_to_autograd() -> None:
+    """Products of all samples with one another would cost more than those with the inputs."""
+    bench = bench_of(models.build("mlp", (4,), 3), fs.PFedMe())
+    perceptron, (phase,) = recognise(bench), bench.method.phases(bench.task)
+    local = {"params": bench.net.initial()}
+    found = [perceptron.form(bench.method, bench.task, local, phase, bench.net.parameters, n) for n in (8, 9)]
+    assert found[0] is not None
+    assert found[1] is None
+
+
+CLOSED = {
+    "fedprox": fs.FedProx(mu=0.3), "fedgkd": fs.FedGKD(gamma=0.7), "pfedsd": fs.PFedSD(lam=0.8, tau=2.0),
+    "pfedsd l2": fs.PFedSD(regulariser="l2"), "pfedsd ditto": fs.PFedSD(teacher="ditto"),
+    "wcl": fs.PFedKDWCL(alpha=0.4), "wcl softer": fs.PFedKDWCL(alpha=0.4, tau=3.0),
+    "pfedme": fs.PFedMe(lam=5.0, k=3, beta=2.0), "per-fedavg": fs.PerFedAvg(alpha=0.2), "per-fedavg b": fs.PerFedAvg(beta=0.02),
+}  # fmt: skip
+SGDS = [{"momentum": 0.0}, {"weight_decay": 0.02}, {"nesterov": True, "weight_decay": 0.02}]
+
+
+@pytest.mark.parametrize("name", CLOSED)
+@pytest.mark.parametrize("how", SGDS)
+def test_a_run_by_its_closed_form_equals_one_by_autograd(name: str, how: dict, monkeypatch) -> None:
+    used, train = [], Perceptron.train
+    monkeypatch.setattr(Perceptron, "train", lambda self, *given: used.append(True) or train(self, *given))
+    model = models.build("mlr" if "weight_decay" in how and "nesterov" not in how else "mlp2", (4,), 3)
+    runs = []
+    for fast in (True, False):
+        settings = {**SETTINGS, "engine": "one", "fast": fast, "batch_size": 7, **how}
+        runs.append(fs.simulate(CLOSED[name], model=model, data=ragged(), **settings))
+        assert bool(used) is fast
+        used.clear()
+    assert distance(*(states(r) for r in runs)) < 1e-11
+    for a, b in zip(runs[0].history, runs[1].history, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-11)
 
 
 @pytest.mark.parametrize("method", [fs.FedAvg(), fs.Local(), fs.FedRep(head_epochs=2)], ids=lambda m: m.id)
@@ -227,7 +291,7 @@ def test_what_comes_out_can_be_differentiated_and_shares_nothing() -> None:
     layers, start = layers_of([4, 5, 3])
     x, y = torch.randn(7, 4, dtype=torch.float64), torch.randint(0, 3, (7,))
     perceptron, sgd = Perceptron(layers), SGD(0.1)
-    first, _ = perceptron.train(start, list(start), sgd, x, y, [torch.arange(7)], 3)
+    first, *_ = perceptron.train(start, list(start), sgd, x, y, [torch.arange(7)], 3)
     kept = {n: v.clone() for n, v in first.items()}
     perceptron.train(start, list(start), sgd, 2 * x, y, [torch.arange(7)], 3)
     assert all(torch.equal(kept[n], first[n]) for n in kept)

@@ -600,7 +600,7 @@ def test_the_real_transform_gives_the_whole_spectrum(
     first = -(-percent * d // 100)  # ⌈τ·d⌉ in whole numbers
     value, slope = divergence(p, q, first, kind, transform)
     weights = {"w": torch.tensor(p, requires_grad=True)}
-    ours = terms.spectral(weights, {"w": torch.tensor(q)}, percent / 100, kind, transform)
+    ours = terms.spectral(weights, terms.spectrum({"w": torch.tensor(q)}, transform), percent / 100, kind, transform)
     (by_w,) = torch.autograd.grad(ours, weights["w"])
     assert ours.item() == pytest.approx(value, rel=1e-9, abs=1e-10)
     np.testing.assert_allclose(by_w.numpy(), slope, rtol=1e-7, atol=1e-9)
@@ -613,7 +613,7 @@ def test_the_real_transform_gives_the_whole_spectrum(
 def test_spectral_gradcheck(kind: str, transform: str, share: float, d: int) -> None:
     g = np.random.default_rng(d)
     a, b, q = (torch.tensor(g.normal(size=n)) for n in (d - 4, 4, d))
-    other = {"a": q[: d - 4], "b": q[d - 4 :].reshape(2, 2)}
+    other = terms.spectrum({"a": q[: d - 4], "b": q[d - 4 :].reshape(2, 2)}, transform)
 
     def value(a, b):
         return terms.spectral({"a": a, "b": b.reshape(2, 2)}, other, share, kind, transform)
@@ -632,7 +632,7 @@ def test_spectral_where_a_frequency_is_missing(kind: str, transform: str) -> Non
         pairs += [(0 * flat_, other), (other, 0 * other)]
     for p, q in pairs:
         w = p.clone().requires_grad_()
-        value = terms.spectral({"w": w}, {"w": q}, 1.0, kind, transform)
+        value = terms.spectral({"w": w}, terms.spectrum({"w": q}, transform), 1.0, kind, transform)
         (slope,) = torch.autograd.grad(value, w)
         assert torch.isfinite(value), (p, q)
         assert torch.isfinite(slope).all(), (p, q)
@@ -640,7 +640,9 @@ def test_spectral_where_a_frequency_is_missing(kind: str, transform: str) -> Non
         scale = 1 / np.sqrt(8) if transform == "ortho" else 1.0
         q = scale * np.abs(np.fft.fft(other.numpy()))
         expected = 4 * scale * np.log(4 * scale / q[0]) + (q.sum() - 4 * scale if kind == "generalised" else 0)
-        assert terms.spectral({"w": flat_}, {"w": other}, 1.0, kind, transform).item() == pytest.approx(expected)
+        assert terms.spectral(
+            {"w": flat_}, terms.spectrum({"w": other}, transform), 1.0, kind, transform
+        ).item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("field", "moved"), [("lam_g", "generic"), ("lam_p", "personal")])

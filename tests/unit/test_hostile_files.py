@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import gzip
 import io
 import os
@@ -316,14 +317,21 @@ CELLS = st.floats(width=32, allow_nan=False, allow_infinity=False).map(repr) | s
 @given(st.lists(st.lists(CELLS, min_size=1, max_size=3), max_size=4), st.sampled_from(["\n", "\r\n", "\r"]))
 def test_any_table_is_read_cell_by_cell_or_refused(tmp_path_factory: Any, rows: list[list[str]], end: str) -> None:
     path = tmp_path_factory.getbasetemp() / "table.csv"
-    path.write_text("".join(",".join(row) + end for row in rows), newline="")
+    text = "".join(",".join(row) + end for row in rows)
+    path.write_text(text, newline="")
     try:
         x, y, header = read_csv(path)
     except InputError:
         return
-    body = [row for row in rows if any(cell.strip() for cell in row)][1 if header else 0 :]
-    values = [[float(cell.replace('"', "")) for cell in row] for row in body]
-    assert np.array_equal(np.column_stack([x, y]), np.array(values), equal_nan=True)
+    cells = csv.reader(io.StringIO(text, newline=""))
+    body = [row for row in cells if any(cell.strip() for cell in row)][1 if header else 0 :]
+    assert np.array_equal(x, np.array([row[:-1] for row in body], float), equal_nan=True)
+    labels = [row[-1].strip() for row in body]
+    if y.dtype.kind == "U":
+        assert y.tolist() == labels
+        assert not any(label.replace(".", "").isdigit() for label in labels)
+    else:
+        assert np.array_equal(y, np.array(labels, float), equal_nan=True)
 
 
 @settings(max_examples=150, deadline=None)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+import fedstill as fs
+from fedstill.cli import main
 from fedstill.cli.live import Meter, Watch
 
 
@@ -127,3 +131,39 @@ def test_where_several_runs_stand(clock) -> None:
     watch.step("local", 1, {"round": 4})
     assert watch.where() == "17 of 40 rounds in all"
     assert watching(clock, rounds=5).where() == ""
+
+
+# ---- from Python -------------------------------------------------------------------------------------------------------
+STOPPED = fs.Experiment(method=fs.FedAvg(), rounds=30, epochs=1, clients=5, patience=1, score_round="best-test", lr=0.2)
+
+
+def test_progress_from_python(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few lines where nothing can be updated, one line that changes in a terminal; the end is the round of an early stop."""
+    shown = fs.Progress()
+    run = fs.run(STOPPED, callbacks=[shown])
+    last = len(run.history)
+    assert run.stopped
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("fedavg  round  1/30 ")
+    assert f"round {last}/{last}" in said[-1]
+    assert " in all" in said[-1]
+    assert len(said) <= 7
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    fs.run(STOPPED, callbacks=[shown])
+    said = capsys.readouterr().err
+    assert said.count("\r") == last
+    assert said.endswith("s in all\n")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("column", "says"), [("54.1,3", "column 1 of the samples has numbers of about 54.1"), ("0.4,3", "")]
+)
+def test_columns_that_are_not_scaled_are_named(tmp_path: Path, capsys, monkeypatch, column: str, says: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sites").mkdir()
+    for name in ("berlin", "lyon"):
+        (tmp_path / "sites" / f"{name}.csv").write_text("age,size,label\n" + f"{column},a\n{column},b\n" * 6)
+    assert main(["run", "local", "--data", "sites", "--rounds", "1", "--epochs", "1"]) == 0
+    said = capsys.readouterr().out
+    assert (says in said) if says else ("scale columns" not in said)

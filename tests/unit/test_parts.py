@@ -280,7 +280,8 @@ def test_a_perceptrons_own_loop_breaks_off_an_epoch(trainers) -> None:
     perceptron = trainer.engine.perceptron
     phase = trainer.bench.method.phases(trainer.bench.task)[-1]
     assert perceptron is not None
-    assert perceptron.takes(phase, trainer.bench.moving(phase)[0])
+    names = trainer.bench.moving(phase)[0]
+    assert perceptron.form(trainer.bench.method, trainer.bench.task, {}, phase, names, 8) is not None
     works = works_of(trainer)
     right = list(trainer.train(ROUND, works))
     ends = list(trainer.train(ROUND, generic(works)))

@@ -138,6 +138,18 @@ def test_bubbles_in_a_terminal() -> None:
     assert "16 at least, 23.0 on average, 30 at most" in bubbles.sizes(np.array([[16, 9, 4, 1, 0], [0, 0, 0, 0, 16]]))
 
 
+def test_bubbles_have_the_names_of_clients_and_classes() -> None:
+    counts = np.array([[4, 1], [0, 4]])
+    lines = bubbles.bubbles(
+        counts, width=60, names=("berlin", "a site whose name is much too long"), labels=("healthy", "sick")
+    )
+    assert lines[0].split() == ["class", "0", "1", "samples"]
+    assert lines[1].split() == ["berlin", "⬤", "•", "5"]
+    assert lines[2].startswith("a site whose name i… ")
+    assert "classes: 0 healthy, 1 sick" in lines
+    assert len({len(line) for line in lines[:3]}) == 1, "columns are aligned"
+
+
 def test_many_clients_and_classes_are_cut_to_the_terminal() -> None:
     lines = bubbles.bubbles(np.ones((300, 100), int), width=80)
     assert all(len(line) <= 80 for line in lines)
@@ -158,6 +170,7 @@ def test_the_picture_is_written(tmp_path, methods, seeds) -> None:
 @pytest.mark.parametrize("shape", [(1, 1), (20, 10), (150, 100)])
 def test_the_bubble_chart_is_written(tmp_path, shape) -> None:
     figures.bubbles(np.arange(shape[0] * shape[1]).reshape(shape) + 1, tmp_path / "b.png", "title", "note")
+    figures.bubbles(np.ones(shape), tmp_path / "b.png", names=["site"] * shape[0], labels=["class"] * shape[1])
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -18,7 +18,7 @@ from fedstill.deploy.data import SiteData
 from fedstill.deploy.savepoint import SaveEvery, Savepoint, pack, unpack
 from fedstill.deploy.site import SiteClient
 from fedstill.deploy.state_files import read_saved
-from fedstill.engine import fused
+from fedstill.engine import fused, nested
 from fedstill.engine.progress import Halfway
 from fedstill.engine.step import Step
 from fedstill.methods import METHODS
@@ -46,7 +46,8 @@ class Life:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps, self.left = 0, -1
-        for owner, name in ((Step, "gradient"), (Step, "own"), (fused._Loop, "_step")):
+        loops = ((loop, "step") for loop in (fused.Loop, *nested.LOOPS.values()))
+        for owner, name in ((Step, "gradient"), (Step, "own"), *loops):
             plain = getattr(owner, name)
             monkeypatch.setattr(owner, name, lambda *given, plain=plain: self.step() or plain(*given))
 
@@ -200,15 +201,16 @@ def test_another_order_or_version_and_a_damaged_file_are_not_gone_on_with(tmp_pa
 def test_a_damaged_savepoint_has_the_round_begin_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     life = Life(monkeypatch)
     site = Site(tmp_path / "a", Experiment(method=fs.PFedSD(), **HELD), (6,), SaveEvery(epochs=1))
-    order = site.second_round()
+    order, client = site.second_round(), site.site_client()
     life.left = EPOCH + 1
     with pytest.raises(Killed):
-        site.site_client().handle(order)
+        client.handle(order)
     (file,) = site.folder.rglob("half.bin")
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    life.left, again = -1, site.site_client()
+    life.left = -1
+    again = site.site_client()
     life.steps = 0
     reply = wire.decode(again.handle(order), Reply)
     assert life.steps == 3 * EPOCH

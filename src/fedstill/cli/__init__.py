@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from typing import TypeAlias
 from ..core import startup
 from ..core.errors import InputError, TrainingError, nearest
 from ..core.version import __version__
+from ..report.fit import hanging
 from ..run import signals
 
 Command: TypeAlias = Callable[[Sequence[str]], None]
@@ -127,12 +129,15 @@ def version() -> str:
 
 def overview() -> str:
     """Return the text that `fedstill` prints without a command."""
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     lines = ["fedstill: personalised federated learning by distillation", "", "commands:"]
-    lines += [f"  {name:<11} {line}" for name, (_, line) in COMMANDS.items()]
+    lines += [hanging(f"  {name:<11} ", line, room) for name, (_, line) in COMMANDS.items()]
     width = max(len(command) for command, _ in EXAMPLES)
-    lines += ["", "examples:", *(f"  {command:<{width}}  # {what}" for command, what in EXAMPLES)]
-    lines += ["", "'fedstill COMMAND --help' lists a command's flags, 'fedstill --version' prints the version."]
-    return "\n".join(lines)
+    beside = room is None or room >= width + max(len(what) for _, what in EXAMPLES) + len("    # ")
+    gap = f"{{:<{width}}}  # " if beside else "{}\n      # "
+    lines += ["", "examples:", *(f"  {gap.format(command)}{what}" for command, what in EXAMPLES), ""]
+    end = "'fedstill COMMAND --help' lists a command's flags, 'fedstill --version' prints the version."
+    return "\n".join([*lines, hanging("", end, room)])
 
 
 def _stop(message: str, status: int) -> int:

@@ -20,7 +20,8 @@ from ..engine.flops import Only
 from ..methods import METHODS, get
 from ..report import published
 from ..report.costs import NONE, scaled
-from ..report.text import Facts, aligned, facts_line
+from ..report.fit import Order
+from ..report.text import Facts, facts_line
 from ..run import accounting, prepare, simulation
 from ..run.accounting import Cost
 from ..run.callbacks import Progress
@@ -32,7 +33,7 @@ from ..transport.local import LocalTransport
 from . import flags
 from .job import every_method, plan
 from .live import watch
-from .screen import say
+from .screen import table, width
 
 ROUNDS = 4  # enough for every method to send all that it sends in later rounds; the first is not timed
 FIELDS = tuple(
@@ -40,7 +41,13 @@ FIELDS = tuple(
     for field in settings.fields_of(Experiment)
     if field.metadata["group"] != "scores" and field.name not in ("eval_every", "checkpoint_every")
 )
-WIDTH = 118  # of the notes
+WIDTH = 118  # of the notes, at most
+TIMES = Order(("paper: server %", "paper: client %", "paper: communication %"), ("paper: s",), ("s a round",))
+AMOUNTS = Order(
+    ("numbers", "forward %", "ours by its rule", '"GFLOPs"', 'paper: "MB"', "× fedavg"),
+    ("steps",),
+    ("FLOPs", "B down", "B up"),
+)
 Columns = list[tuple[str, list[str]]]
 
 
@@ -67,6 +74,7 @@ def _parser(methods: dict[str, type[Method]]) -> flags.Parser:
         ),
     )
     flags.add(parser, Options)
+    flags.add_wide(parser, parser.add_argument_group("results"))
     flags.add_methods(parser, methods, Experiment)
     flags.add(parser, Experiment, FIELDS)
     return parser
@@ -86,10 +94,10 @@ def costs(argv: Sequence[str]) -> None:
     flag_values = {name: value for name, value in flag_values.items() if name != "time"}
     with flags.named(flag_values):
         job = plan([cls() for cls in chosen.values()], Experiment(rounds=ROUNDS), flag_values, "costs")
-        _measure(job.experiments, options.time)
+        _measure(job.experiments, options.time, job.wide)
 
 
-def _measure(experiments: dict[str, Experiment], timed: bool) -> None:
+def _measure(experiments: dict[str, Experiment], timed: bool, wide: bool) -> None:
     """Measure or count the costs of every experiment, and print the tables."""
     first = next(iter(experiments.values()))
     federation = prepare.federation_of(first)
@@ -111,19 +119,20 @@ def _measure(experiments: dict[str, Experiment], timed: bool) -> None:
             costs[label] = _train(experiment, federation, step) if timed else _count(experiment, reduced, sizes, step)
     as_published = published.applies(first, federation.shape, federation.classes)
     if timed:
-        _print(_times(costs, as_published), _time_notes(first, as_published))
+        _print(_times(costs, as_published), _time_notes(first, as_published), wide, TIMES)
     notes = [*_notes(costs, as_published), facts_line(Facts.of(first, federation))]
     if not as_published:
         notes.append(f"the first paper's Tables 10 and 11 stand beside ours with {published.COMMAND}")
     elif differing := published.differences(first, len(federation)):
         notes.append(f"not as in the paper: {', '.join(differing)}")
-    _print(_amounts(costs, as_published), notes)
+    _print(_amounts(costs, as_published), notes, wide, AMOUNTS)
 
 
-def _print(cells: Columns, notes: Sequence[str]) -> None:
+def _print(cells: Columns, notes: Sequence[str], wide: bool, order: Order) -> None:
     """Print a table with its notes."""
-    lines = [line for note in notes for line in textwrap.wrap(note, WIDTH, subsequent_indent="  ")]
-    say("\n".join(["", *aligned(cells), "", *lines]))
+    room = min(WIDTH, width() or WIDTH)
+    lines = [line for note in notes for line in textwrap.wrap(note, room, subsequent_indent="  ")]
+    table(cells, [False] * len(cells[0][1]), lines, wide, order, "--wide shows them")
 
 
 def _train(experiment: Experiment, federation: Federation, progress: Progress) -> Cost:
@@ -170,7 +179,7 @@ def _times(costs: dict[str, Cost], as_published: bool) -> Columns:
     if as_published:
         out.append(("paper: s", [published.cell(label, "{row.seconds:.2f}") for label in costs]))
         for i, name in enumerate(SPLIT):
-            out.append((f"{name} %", [published.cell(label, f"{{row.shares[{i}]:.1f}}") for label in costs]))
+            out.append((f"paper: {name} %", [published.cell(label, f"{{row.shares[{i}]:.1f}}") for label in costs]))
     return out
 
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..core import own, settings
 from ..core.errors import Stopped, TrainingError
 from ..data import Federation
@@ -30,6 +32,7 @@ from .job import SWEEP, Job
 from .live import Watch, watch
 from .screen import results, say
 
+FAR = 10.0  # root mean square of a column above which it is said that it is not scaled
 NOT_SAVED = "nothing was written: --out FOLDER saves the run (settings, metrics, checkpoints, picture)"
 
 
@@ -99,7 +102,7 @@ def _execute(job: Job, resume: bool, stack: contextlib.ExitStack, transport: Tra
         dealt = f"{len(federation)} clients by {partition_of(federation)}"
         learns = "" if federation.objective == "classification" else f"; {_learns(federation, job.first.objective)}"
         say(f"{job.first.data}: {dealt}, {samples}; model {own.short(job.first.model)}{learns}")
-    for line in notes:
+    for line in [*notes, *_unscaled(divided[0])]:
         say(line)
     divisions.transport = transport
     with stoppable(job.out if job.several else job.folder(next(iter(job.experiments)), 0)):
@@ -132,6 +135,21 @@ def _check(job: Job, divisions: Divisions) -> tuple[list[str], list[str]]:
         on = "" if len(labels) == len(job.experiments) else f" on {', '.join(labels)}"
         lines.append(f"{flags.flag(name)} has no effect{on} {flags.in_words(reason)}")
     return stacked, lines
+
+
+def _unscaled(federation: Federation) -> list[str]:
+    """Return a line where columns of numbers are far from 0, from which models learn badly; none for images and texts."""
+    if len(federation.shape) != 1 or not federation.clients[0].x_train.is_floating_point():
+        return []
+    size = torch.cat([client.x_train for client in federation.clients]).double().square().mean(0).sqrt()
+    far = [i for i, value in enumerate(size.tolist()) if value > FAR]
+    if not far:
+        return []
+    named = f"column {far[0] + 1}" if len(far) == 1 else f"{len(far)} columns, the first is {far[0] + 1},"
+    values = f"numbers of about {size[far[0]]:,.3g}"
+    return [
+        f"{named} of the samples has {values}: scale columns to about −1 to 1, or models may learn nothing from them"
+    ]
 
 
 def _check_folders(job: Job) -> None:

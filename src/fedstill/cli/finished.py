@@ -129,7 +129,8 @@ def _told_apart(runs: Sequence[Run]) -> tuple[list[Run], Facts, list[str]]:
 
 def _unfinished(runs: Mapping[str, Sequence[Run]]) -> list[str]:
     """Return a line for each run that has rounds left."""
-    left = [(label, run) for label, seeds in runs.items() for run in seeds if len(run.history) < run.training.rounds]
+    every = [(label, run) for label, seeds in runs.items() for run in seeds]
+    left = [(label, run) for label, run in every if len(run.history) < run.training.rounds and not run.stopped]
     return [
         f"not finished: {label}, seed {run.training.seed}: {len(run.history)} of {run.training.rounds} rounds; "
         f"'fedstill resume {run.folder}' goes on"

@@ -179,6 +179,12 @@ def plain(parser: Parser, group: argparse._ArgumentGroup, name: str, help: str, 
     parser.takes[name] = takes
 
 
+def add_wide(parser: Parser, group: argparse._ArgumentGroup) -> None:
+    """Add the flag --wide, which is no setting of a run."""
+    group.add_argument("--wide", dest="wide", action="store_true", help="all columns of the table in a narrow terminal")
+    parser.takes["wide"] = "left without a value"
+
+
 def take(cls: type, flag_values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of those flags that are fields of a settings class, in the fields' types."""
     types = settings.types_of(cls)

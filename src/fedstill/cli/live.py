@@ -3,65 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from ..core.metric import measure_of
-from ..report.costs import duration
+from ..report.progress import LINES, Clock, Meter
 from .screen import console, say
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-Clock: TypeAlias = Callable[[], float]
-
-LINES = 5  # plain lines per method
 WORDS = 50  # columns that the words beside a bar may take: seed and round, accuracy, time left
-
-
-class Meter:
-    """The progress of one method over its runs with all seeds, and an estimate of the time left.
-
-    The estimate extrapolates rounds that are not the first of their run, since a first round also compiles and warms up, and
-    leaves out what a record says was spent on compiling (`compile_seconds`). Until there is such a round, there is no estimate.
-    """
-
-    def __init__(self, total: int, clock: Clock = time.monotonic) -> None:
-        self.total = total  # rounds of all seeds
-        self.done = 0  # of these, those that are over; after a resume that includes rounds of an earlier process
-        self.spent = 0.0  # seconds
-        self.steps = 0  # how often rounds have finished in this process
-        self.accuracy = ""
-        self._clock, self._since = clock, clock()
-        self._first = True  # whether the next round is the first of its run
-        self._timed_rounds, self._timed_seconds = 0, 0.0  # what the estimate is made from
-
-    def start(self) -> None:
-        """Note that a run, or several that are trained together, begins."""
-        self._since, self._first = self._clock(), True
-
-    def step(self, record: dict[str, Any], done: int, finished: int = 1) -> None:
-        """Note that `finished` rounds, of runs that are trained together, are over; `done` are over in all."""
-        now = self._clock()
-        seconds = now - self._since
-        if not self._first:
-            self._timed_rounds += finished
-            self._timed_seconds += max(0.0, seconds - record.get("compile_seconds", 0.0))
-        self._since, self._first = now, False
-        self.spent += seconds
-        self.steps += 1
-        self.done = done
-        if "personal" in record:
-            self.accuracy = measure_of("", record).words(record["personal"], 1)
-
-    def left(self) -> str:
-        """Return the time left, or the time spent once all rounds are over."""
-        if self.done >= self.total:
-            return f"{duration(self.spent)} in all"
-        if not self._timed_rounds:
-            return ""
-        return f"{duration(self._timed_seconds / self._timed_rounds * (self.total - self.done))} left"
 
 
 class Watch:
@@ -119,14 +71,20 @@ class Watch:
             say(f"{label:<{self.width}}  {self._at(number, round)}  {meter.accuracy:>7}  {meter.left()}".rstrip())
 
     def resumed(self, label: str, number: int, record: dict[str, Any]) -> None:
-        """Show that a run with the `number`-th seed is finished, where it was before this process began."""
+        """Show that a run with the `number`-th seed is over, where it has stopped early or was over before this process began."""
         meter, done = self.meters[label], (number + 1) * self.rounds
-        if meter.done >= done:
+        stopped = bool(record.get("stopped"))
+        if meter.done >= done and not stopped:
             return
-        meter.done = done
+        meter.done = max(done, meter.done)
         at = self._at(number, int(record["round"]))
+        left = f"stopped: round {record['best_round']} kept" if stopped else "done already"
         if self._bar is not None:
-            self._bar.update(self._tasks[label], completed=done, at=at, left="done already")
+            self._bar.update(self._tasks[label], completed=meter.done, at=at, left=left)
+        elif stopped:
+            say(
+                f"{label:<{self.width}}  {at}  stopped: no better score since round {record['best_round']}, which is kept"
+            )
         else:
             say(f"{label:<{self.width}}  {at}  all {self.rounds} rounds were done already")
 

@@ -10,11 +10,12 @@ from .. import papers as library
 from ..core.errors import InputError
 from ..papers import Exhibit
 from ..report.costs import NONE, duration
+from ..report.fit import Order, fit
 from ..report.text import aligned
 from ..reproduce import quick, sources
 from ..reproduce.plan import Plan, find, plan
 from ..run.experiment import Experiment
-from . import flags
+from . import flags, screen
 from .screen import say
 
 ABOUT = (
@@ -129,7 +130,10 @@ def _exhibit(exhibit: Exhibit, root: str, width: int, clock: quick.Clock) -> lis
         ("column", [cell.column for cell in exhibit.cells]),
         ("published", [_published(cell.published, cell.spread, cell.relation) for cell in exhibit.cells]),
     ]
-    return [*lines, "", *aligned(columns)]
+    return [*lines, "", *aligned(fit(columns, screen.width(), CELLS)[0])]
+
+
+CELLS = Order(("row", "column"), always=("published",))  # a cell's name says its row and column
 
 
 def _published(value: float | None, spread: float | None, relation: str) -> str:

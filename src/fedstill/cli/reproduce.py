@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import shlex
 import shutil
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..core import settings
 from ..core.errors import InputError, Shown
 from ..core.settings import setting
 from ..report import figures
@@ -24,6 +26,7 @@ from ..reproduce.scale import Scale
 from ..reproduce.shelf import Shelf
 from ..reproduce.store import Result, Store
 from ..run.experiment import Experiment
+from ..run.prepare import pick_device
 from . import flags
 from .screen import console, say
 
@@ -46,6 +49,9 @@ class Options:
     )
     out: str = setting("reproduced", "folder for the results, which exhibits share", group="results")
     dry_run: bool = setting(False, "only say what it would cost: time, memory, FLOPs", group="results")
+
+    def __post_init__(self) -> None:
+        settings.check(self)
 
 
 ABOUT = (
@@ -80,6 +86,7 @@ def reproduce(argv: Sequence[str]) -> None:
             raise InputError("--out", "", "a folder")
         machine = flags.take(Experiment, flag_values)
         root = machine.pop("data_root", "")
+        pick_device(machine.get("device", "auto"))
         planned = plan(find(words), options.only, options.seeds, Scale(options.scale), machine)
     sources.check((trial.experiment for trial in planned.wanted), root)
     shelf = Shelf()
@@ -103,7 +110,7 @@ def _say_first(planned: Plan, runner: Runner, store: Store) -> None:
     done = f", {total - len(missing)} of them done before" if len(missing) < total else ""
     say(f"{names}: {cells} cells from {total} runs{done}; results in {store.out}")
     if not planned.scale.whole:
-        say(planned.scale.words())
+        say(textwrap.fill(planned.scale.words(), _width()))
     runner.watch.left = list(missing)  # type: ignore[attr-defined]
 
 
@@ -120,7 +127,8 @@ def _report(planned: Plan, runner: Runner, store: Store, shelf: Shelf, root: str
         elif part.exhibit.kind == "figure":
             say(figures.MISSING)
         made.append(web.write(made[0].parent, part.exhibit, readings, planned, command))
-        say(f"\nwritten: {made[0].parent}/ ({', '.join(path.name for path in made)})")
+        names = textwrap.wrap(", ".join(path.name for path in made), _width() - 2)
+        say("\n".join([f"\nwritten: {made[0].parent}/", *(f"  {line}" for line in names)]))
 
 
 def _width() -> int:
@@ -171,7 +179,7 @@ class Lines:
         if result is not None and not result.failed:
             record: dict[str, Any] = next((r for r in reversed(result.history) if "personal" in r), {})
             accuracy = f"{100 * record['personal']:.2f} %" if record else "done"
-            what = f"{accuracy} in {result.seconds:.1f} s of rounds"
+            what = f"{accuracy} in {result.seconds:.1f} s"
         elapsed = time.monotonic() - self.began
         rest = sum(map(_work, self.left)) * elapsed / self.spent if self.spent else 0.0
         left = f"; about {duration(rest)} left" if self.left else f"; {duration(elapsed)} in all"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..report import robustness
 from ..report.bubbles import Counts, bubbles, sizes
-from ..report.fit import explained, fit
+from ..report.fit import RESULTS, Order, explained, fit
 from ..report.text import Facts, aligned, columns, notes, rows
 
 if TYPE_CHECKING:
@@ -46,19 +46,29 @@ def results(runs: Sequence[Run], facts: Facts, wide: bool = False) -> None:
     In a narrow terminal columns are left out, unless `wide`.
     """
     lines = rows(runs)
-    _table(columns(lines), [row.best for row in lines], notes(runs, lines, facts), wide)
+    table(columns(lines), [row.best for row in lines], notes(runs, lines, facts), wide)
     if robustness.compares(runs):
         cells = robustness.columns(runs)
-        _table(cells, [False] * len(cells[0][1]), robustness.notes(runs), wide)
+        table(cells, [False] * len(cells[0][1]), robustness.notes(runs), wide)
 
 
-def _table(cells: Sequence[tuple[str, Sequence[str]]], bold: Sequence[bool], notes: Sequence[str], wide: bool) -> None:
-    """Print columns, each with its heading, and the lines below them."""
+def table(
+    cells: Sequence[tuple[str, Sequence[str]]],
+    bold: Sequence[bool],
+    notes: Sequence[str],
+    wide: bool,
+    order: Order = RESULTS,
+    elsewhere: str = "--wide shows them, report.html has them",
+) -> None:
+    """Print columns, each with its heading, and the lines below them.
+
+    In a narrow terminal columns are left out in this order, unless `wide`; `elsewhere` says where they are then.
+    """
     room = None if wide else width()
-    shown, left_out = fit(cells, room)
+    shown, left_out = fit(cells, room, order)
     notes = explained(notes, left_out)
     if left_out:
-        notes = [*notes, f"not in {room} columns: {', '.join(left_out)} (--wide shows them, report.html has them)"]
+        notes = [*notes, f"not in {room} columns: {', '.join(left_out)} ({elsewhere})"]
     screen = console()
     if screen is None:
         say("\n" + "\n".join([*aligned(shown), "", *notes]))
@@ -76,10 +86,10 @@ def _table(cells: Sequence[tuple[str, Sequence[str]]], bold: Sequence[bool], not
         screen.print(note, style="dim", markup=False)
 
 
-def holdings(counts: Counts) -> None:
+def holdings(counts: Counts, names: Sequence[str] = (), labels: Sequence[str] = ()) -> None:
     """Print the samples of each client and class as bubbles."""
     screen = console()
-    lines = bubbles(counts, width=screen.width if screen else 100)
+    lines = bubbles(counts, width=screen.width if screen else 100, names=names, labels=labels)
     if screen is None:
         say("\n".join([*lines, sizes(counts)]))
         return
@@ -88,6 +98,6 @@ def holdings(counts: Counts) -> None:
     for line in lines:
         text = Text(line)
         text.highlight_regex(r"[·•●⬤]", "cyan")
-        text.highlight_regex(r"^ +class.*|^client +\d+|^….*|^samples.*", "dim")
+        text.highlight_regex(r"^ *class.*|^client +\d+|^….*|^samples.*", "dim")
         screen.print(text, no_wrap=True, overflow="crop")
     screen.print(sizes(counts))

@@ -17,6 +17,7 @@ from ..data.download import REMOTES
 from ..data.source import root_of
 from ..methods import METHODS, get
 from ..report import figures
+from ..report.fit import hanging
 from ..report.text import partition_of
 from ..run import prepare
 from ..run.experiment import Experiment
@@ -66,11 +67,13 @@ def methods(argv: Sequence[str]) -> None:
 def _method(cls: type[Method]) -> list[str]:
     """Return a line about a method, and one for each of its flags."""
     about = (inspect.getdoc(cls) or "").partition("\n")[0]
-    lines = [f"{cls.id:<10} {about}{f' ({cls.paper})' if cls.paper else ''}"]
+    lines = [hanging(f"{cls.id:<10} ", f"{about}{f' ({cls.paper})' if cls.paper else ''}", screen.width())]
     types = settings.types_of(cls)
     own = settings.fields_of(cls)
     width = max((len(flags.flag(field.name)) for field in own), default=0)
-    lines += [f"    {flags.flag(f.name):<{width}}  {flags.describe(f, types[f.name])}" for f in own]
+    for field in own:
+        head = f"    {flags.flag(field.name):<{width}}  "
+        lines.append(hanging(head, flags.describe(field, types[field.name]), screen.width()))
     return lines
 
 
@@ -81,8 +84,12 @@ def models(argv: Sequence[str]) -> None:
         return
     width = max(map(len, model_registry.MODELS))
     for name, (_, line) in model_registry.MODELS.items():
-        say(f"{name:<{width}}  {line}")
-    say("\n'--model NAME' takes one; from Python, fedstill.simulate takes any nn.Module.")
+        say(hanging(f"{name:<{width}}  ", line, screen.width()))
+    for name, line in model_registry.OTHERS.items():
+        say(hanging(f"{name:<{width}}  ", line, screen.width()))
+    say(
+        "\n'--model NAME' takes one, with arguments by --model-args; from Python, fedstill.simulate takes any nn.Module."
+    )
 
 
 def data(argv: Sequence[str]) -> None:
@@ -100,14 +107,17 @@ def data(argv: Sequence[str]) -> None:
     root = flags.take(Experiment, line[0]).get("data_root") or None
     entries = catalogue(root)
     width = max(len(name) for name in (*(e.name for e in entries), *(n for n, _ in OWN), *PARTITIONS))
-    say(f"--data: by name (files are under {root_of(root)}; --data-root or FEDSTILL_DATA names another folder)")
+    room = screen.width()
+    where = f"by name (files are under {root_of(root)}; --data-root or FEDSTILL_DATA names another folder)"
+    say(hanging("--data: ", where, room))
     for entry in entries:
-        say(f"  {entry.name:<{width}}  {entry.line}{_presence(entry.present, entry.name, entry.files)}")
+        about = f"{entry.line}{_presence(entry.present, entry.name, entry.files)}"
+        say(hanging(f"  {entry.name:<{width}}  ", about, room))
     for name, about in OWN:
-        say(f"  {name:<{width}}  {about}")
+        say(hanging(f"  {name:<{width}}  ", about, room))
     say("\n--partition: how the samples are divided among --clients")
     for name, about in PARTITIONS.items():
-        say(f"  {name:<{width}}  {about}")
+        say(hanging(f"  {name:<{width}}  ", about, room))
     say("\n'fedstill data show --data NAME --partition P --clients N' draws who has what.")
     return None
 
@@ -136,14 +146,14 @@ def _show(argv: Sequence[str]) -> None:
         experiment = Experiment(**flags.take(Experiment, flag_values))
         federation = prepare.federation_of(experiment)
     counts = federation.counts()
-    screen.holdings(counts)
+    screen.holdings(counts, federation.names, federation.labels)
     line = f"{experiment.data}: {len(federation)} clients by {partition_of(federation)}, seed {experiment.seed}"
     say(f"{line}; partition hash {federation.hash}")
     if out is not None:
         note = (
             f"area of a bubble: a client's samples of a class in all its parts; partition hash {federation.hash[:12]}"
         )
-        figures.bubbles(counts, out, line, note)
+        figures.bubbles(counts, out, line, note, federation.names, federation.labels)
         say(f"picture: {out}")
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .. import models
 from ..core import own
 from ..core.errors import InputError, Shown, nearest
 from ..methods import METHODS, get, register
+from ..models import weights
 from ..report.text import Facts
 from ..run import prepare, simulation
 from ..run.experiment import Experiment, check_format
@@ -33,12 +34,6 @@ from .screen import results, say
 from .sweep import plan_sweep
 
 DEFAULT_METHODS = ("local", "fedavg", "fedrep", "pfedsd")  # what the demo compares, and a comparison without names
-
-
-def add_wide(parser: flags.Parser, group: argparse._ArgumentGroup) -> None:
-    """Add the flag --wide, which is no setting of a run."""
-    group.add_argument("--wide", dest="wide", action="store_true", help="all columns of the table in a narrow terminal")
-    parser.takes["wide"] = "left without a value"
 
 
 OFTEN = (  # the experiment's flags that `--help` shows; `--help-all` shows all
@@ -78,8 +73,10 @@ class Usage:
             if "out" in flag_values:
                 raise InputError("--no-out", Shown("given"), f"left out: --out is {flag_values['out']}")
             flag_values["out"] = NOWHERE
-        if own.is_reference(flag_values.get("model", "")):
-            flag_values["model"] = own.reference_of(own.load("--model", flag_values["model"]))
+        with flags.named(flag_values):
+            for name, settle in (("model", models.settled), ("weights", weights.settled)):
+                if flag_values.get(name):
+                    flag_values[name] = settle(flag_values[name])
         if "metrics" in flag_values:
             flag_values["metrics"] = [_kept(name) for words in flag_values["metrics"] for name in words.split(",")]
         return flag_values, words
@@ -120,7 +117,7 @@ class Usage:
             parser.takes["no_out"] = "left without a value"
         help = "run the seeds seed … seed+N−1 and report mean ± std over them [at least 1; default 1]"
         flags.plain(parser, group, "seeds", help, "N", "a whole number at least 1")
-        add_wide(parser, group)
+        flags.add_wide(parser, group)
         if only is None:
             help = f"also send the numbers of each round to {', '.join(TRACKERS)} (several with commas) [default none]"
             flags.plain(parser, group, "track", help, "NAME,NAME", f"one or more of {', '.join(TRACKERS)}")
@@ -283,7 +280,8 @@ def demo(argv: Sequence[str]) -> None:
 
 RESUME = (
     "Continue what was stopped, to the same bits as if it had not been. FOLDER is what --out made: of a run, or of a "
-    "comparison, a sweep or several seeds, where runs that are finished are not run again. --rounds goes on with more rounds."
+    "comparison, a sweep or several seeds, where runs that are finished are not run again. --rounds goes on with more rounds, "
+    "--patience with a run that has stopped early."
 )
 
 
@@ -291,8 +289,8 @@ def resume(argv: Sequence[str]) -> None:
     """`fedstill resume`."""
     examples = ("fedstill resume runs/fedprox", "fedstill resume runs/all", "fedstill resume runs/fedprox --rounds 100")
     parser = flags.Parser("resume", RESUME, "FOLDER", examples)
-    flags.add(parser, Experiment, only=["rounds"])
-    add_wide(parser, parser.add_argument_group("results"))
+    flags.add(parser, Experiment, only=simulation.AMENDABLE)
+    flags.add_wide(parser, parser.add_argument_group("results"))
     carrier.add(parser)
     flag_values, words = parser.read(argv)
     if "help" in flag_values:
@@ -302,40 +300,38 @@ def resume(argv: Sequence[str]) -> None:
         raise InputError("folder", Shown(" ".join(words) or "nothing"), "one folder that --out made")
     folder = Path(words[0])
     with flags.named(flag_values):
-        rounds = flags.take(Experiment, flag_values).get("rounds")
+        changes = flags.take(Experiment, flag_values)
         with carrier.take(flag_values).start(folder) as on:
             if on.leads:
-                _resume(folder, rounds, on.transport, "wide" in flag_values)
+                _resume(folder, changes, on.transport, "wide" in flag_values)
 
 
-def _resume(folder: Path, rounds: int | None, transport: Transports | None, wide: bool) -> None:
+def _resume(folder: Path, changes: Mapping[str, Any], transport: Transports | None, wide: bool) -> None:
     """Go on with what a folder holds."""
     own.allow()
     if saved.is_job(folder):
-        goes_on = dataclasses.replace(_with_rounds(saved.read_job(folder), rounds), wide=wide)
+        goes_on = dataclasses.replace(_changed(saved.read_job(folder), changes), wide=wide)
         execute(goes_on, resume=True, transport=transport)
         return
     job = next((parent for parent in list(folder.absolute().parents)[:2] if saved.is_job(parent)), None)
     with contextlib.nullcontext() if job is None else FolderLock(job):
-        _resume_run(folder, rounds, transport, wide)
+        _resume_run(folder, changes, transport, wide)
 
 
-def _with_rounds(job: Job, rounds: int | None) -> Job:
-    """Return the job with another number of rounds for all its runs."""
-    if rounds is None:
-        return job
-    for label in job.experiments:
+def _changed(job: Job, changes: Mapping[str, Any]) -> Job:
+    """Return the job with another number of rounds, or other patience, for all its runs."""
+    for label in job.experiments if "rounds" in changes else ():
         for number in range(job.seeds):
             folder = job.folder(label, number)
             assert folder is not None
             done = len(Journal(folder).history())
-            if rounds < done:
-                raise InputError("rounds", rounds, f"at least {done}: so many are over in {folder}")
-    changed = {label: dataclasses.replace(experiment, rounds=rounds) for label, experiment in job.experiments.items()}
+            if changes["rounds"] < done:
+                raise InputError("rounds", changes["rounds"], f"at least {done}: so many are over in {folder}")
+    changed = {label: dataclasses.replace(experiment, **changes) for label, experiment in job.experiments.items()}
     return dataclasses.replace(job, experiments=changed)
 
 
-def _resume_run(folder: Path, rounds: int | None, transport: Transports | None, wide: bool) -> None:
+def _resume_run(folder: Path, changes: Mapping[str, Any], transport: Transports | None, wide: bool) -> None:
     """Go on with a single run."""
     if not (folder / folders.RUN).is_file():
         right = f"a folder that --out made, which holds {folders.RUN} or {saved.JOB}"
@@ -344,9 +340,7 @@ def _resume_run(folder: Path, rounds: int | None, transport: Transports | None, 
         raise InputError("folder", str(folder), right)
     check_format(folder)
     Journal(folder).check_settings()
-    experiment = Experiment.from_toml(folder / folders.RUN)
-    if rounds is not None:
-        experiment = dataclasses.replace(experiment, rounds=rounds)
+    experiment = dataclasses.replace(Experiment.from_toml(folder / folders.RUN), **changes)
     label = experiment.method.id
     beside = saved.beside(folder)
     if beside is not None:
@@ -355,7 +349,7 @@ def _resume_run(folder: Path, rounds: int | None, transport: Transports | None, 
         )
     with watch([label], experiment.rounds) as shown, stoppable(folder):
         step = partial(shown.step, label, 0)
-        run = simulation.resume(folder, rounds=rounds, progress=step, transport=transport)
+        run = simulation.resume(folder, **changes, progress=step, transport=transport)
         shown.resumed(label, 0, run.history[-1])
     facts = Facts.of(experiment, prepare.federation_of(experiment))
     line = folders.line_of(folder) or f"fedstill resume {folder}"

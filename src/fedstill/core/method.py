@@ -21,6 +21,7 @@ from torch import Tensor
 
 from . import settings
 from .batch import Batch
+from .closed import CROSS_ENTROPY, ClosedForm
 from .task import Loss, Phase, Task, Upload
 from .tree import Params, Tree
 
@@ -57,8 +58,6 @@ class Method:
     wait_free: ClassVar[bool] = False
     """Whether phases of other models than `params` come last and nothing that goes up depends on them, so that they can run
     after the upload has left."""
-    plain_loss: ClassVar[bool] = True
-    """Whether a phase's loss is the objective's alone, so that an engine may use a loop of its own for it."""
     per_sample: ClassVar[frozenset[str]] = frozenset()
     """Entries of the memory with one row for each of the client's samples."""
     upload_varies: ClassVar[bool] = False
@@ -71,7 +70,7 @@ class Method:
         """Clear flags that describe an overridden hook; refuse a field that would hide a hook.
 
         `averages` and `noisy_mean` describe `merge`; `noisy_steps`, `wait_free` and `personal_passes` describe a client's round;
-        `plain_loss` describes the objective. Overriding a hook, also by a mixin, clears the flags that describe it; restate them.
+        `closed_form` describes the objective. Overriding a hook, also by a mixin, clears what describes it; restate it.
         """
         if _differs(cls, "averages", "merge"):
             cls.averages = False
@@ -83,8 +82,8 @@ class Method:
             cls.wait_free = False
         if _differs(cls, "personal_passes", "begin", "step", "finish"):
             cls.personal_passes = 0.0
-        if _differs(cls, "plain_loss", "fit", "loss", "correct", "step"):
-            cls.plain_loss = False
+        if _differs(cls, "closed_form", "fit", "loss", "correct", "step"):
+            cls.closed_form = not_known  # type: ignore[method-assign]
         hidden = [n for n in inspect.get_annotations(cls) if callable(getattr(Method, n, None))]
         if hidden:
             raise TypeError(f"{cls.__name__}.{hidden[0]}: a field needs another name than the hook {hidden[0]}()")
@@ -135,6 +134,13 @@ class Method:
         """*Client.* Return the objective of a phase that does not bring its own."""
         return self.fit(task, params, batch)
 
+    def closed_form(self, task: Task, local: Tree) -> ClosedForm | None:
+        """*Client.* Return the objective of such a phase as terms whose gradients are known; None where it is no sum of these.
+
+        It is for speed alone, for one client at a time: `loss` or `step` is what counts, and what this is compared with.
+        """
+        return CROSS_ENTROPY
+
     def correct(self, task: Task, local: Tree, grads: Params) -> Params:
         """*Client.* Return the gradient that SGD is given, from the loss's own."""
         return grads
@@ -161,6 +167,11 @@ class Method:
 
     def _missing(self, hook: str) -> NotImplementedError:
         return NotImplementedError(f"{type(self).__name__} has no {hook}(): derive from FedAvg, or write it")
+
+
+def not_known(self: Method, task: Task, local: Tree) -> ClosedForm | None:
+    """Return no closed form: the hooks that it described are others."""
+    return None
 
 
 def _differs(cls: type, flag: str, *hooks: str) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 from .errors import InputError, first_line
 
 REFERENCE = re.compile(r"(?P<where>[^@]+):(?P<name>[A-Za-z_]\w*)(?:@(?P<digest>[0-9a-f]{16}))?", re.ASCII)
+LIBRARIES = ("timm", "hf")  # what stands before the colon of a library's model, which is no code of one's own
 _allowed = [False]
 _references: dict[int, str] = {}  # by the object's identity; what was imported stays
 
@@ -32,12 +33,13 @@ def allow() -> None:
 def is_reference(text: str) -> bool:
     """Return whether a text names code: MODULE:NAME or FILE.py:NAME.
 
-    >>> [is_reference(text) for text in ("my_method.py:MOON", "package.models:Net", "pfedsd", "shards:2", "a/b:Net")]
+    >>> [is_reference(text) for text in ("my_method.py:MOON", "package.models:Net", "pfedsd", "shards:2", "timm:vit")]
     [True, True, False, False, False]
     """
     match = REFERENCE.fullmatch(text)
     return match is not None and (
-        match["where"].endswith(".py") or all(map(str.isidentifier, match["where"].split(".")))
+        match["where"].endswith(".py")
+        or (match["where"] not in LIBRARIES and all(map(str.isidentifier, match["where"].split("."))))
     )
 
 

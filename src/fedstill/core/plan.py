@@ -207,14 +207,14 @@ def permutation(k: int, n: int) -> NDArray[np.int64]:
 
 
 def uniform_bits(k: Tensor, layer: int, shape: Sequence[int]) -> Tensor:
-    """Return 32 random bits (as int64) for every entry of `shape`, from a scalar key and a layer's number.
+    """Return 32 random bits (as int64) for every entry of `shape`, from a key and a layer's number; of several keys, by key.
 
     Entry i depends on (key, layer, i) only, row by row: padding a batch at its end changes no row before it.
     """
     count = int(np.prod(shape))
-    k = _avalanche(k + layer * 0x9E3779B9)
+    k = _avalanche(k + layer * 0x9E3779B9).unsqueeze(-1)
     h = _avalanche(torch.arange(count, device=k.device) ^ k)
-    return _avalanche(h + k).reshape(tuple(shape))
+    return _avalanche(h + k).reshape((*k.shape[:-1], *shape))
 
 
 def _avalanche(h: Tensor) -> Tensor:

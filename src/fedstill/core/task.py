@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, grad_and_value, vmap
 
+from . import objective as objectives
 from . import plan, tree
 from .batch import Batch
 from .errors import InputError, NoSamples, Shown
-from .objective import CLASSES, Objective
 from .optim import SGD
 from .plan import Length
 from .secret import Secret
@@ -120,6 +120,28 @@ def pick(params: Params, names: frozenset[str]) -> Params:
     return {name: value for name, value in params.items() if name in names}
 
 
+Objective: TypeAlias = Callable[[Params, Params], tuple[Tensor, Params]]  # (weights, buffers) → loss, new buffers
+Differentiate: TypeAlias = Callable[[Objective, Params, Params], tuple[Params, tuple[Tensor, Params]]]
+
+
+def by_func(objective: Objective, weights: Params, buffers: Params) -> tuple[Params, tuple[Tensor, Params]]:
+    """Differentiate by `torch.func`, so that it can run inside `vmap`."""
+    grads, result = grad_and_value(objective, has_aux=True)(weights, buffers)
+    return grads, result
+
+
+def by_autograd(objective: Objective, weights: Params, buffers: Params) -> tuple[Params, tuple[Tensor, Params]]:
+    """Differentiate by autograd, which is faster for a client by itself: kernels of our own take no wrapped tensors."""
+    leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
+    with torch.enable_grad():
+        loss, buffers = objective(leaves, buffers)
+    if loss.requires_grad:
+        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    else:  # it depends on no weight
+        grads = tuple(torch.zeros_like(weight) for weight in weights.values())
+    return dict(zip(leaves, grads, strict=True)), (loss.detach(), tree.map(torch.detach, buffers))
+
+
 @dataclass(frozen=True)
 class Site:
     """One client's own training data, and how much work it does this round. Under `vmap` these are that client's slices."""
@@ -189,7 +211,8 @@ class Task:
     seed: int = 0
     average: Average = tree.mean
     private: SampleNoise | None = None  # how phases of "params" protect single samples; None: not
-    objective: Objective = CLASSES  # what is learned: the loss, and what distillation means
+    objective: objectives.Objective = objectives.CLASSES  # what is learned: the loss, and what distillation means
+    differentiate: Differentiate = by_func  # how hooks that ask for a gradient get it
 
     def at_site(self, site: Site) -> Task:
         """Return the task as a client with this data sees it."""
@@ -309,17 +332,18 @@ class Task:
             batch = Batch(x, y, index, zero, keep)
             return (value({**rest, **weights}, batch) * keep).sum()
 
-        total = {name: torch.zeros_like(params[name]) for name in self.net.parameters}
+        moving = self.trainable(params)
+        total = {name: torch.zeros_like(weight) for name, weight in moving.items()}
         positions = torch.arange(len(site.index), device=device)
         for where in torch.split(positions, SAMPLES if squared else CHUNK):
             rows = site.index[where]
-            inputs = (site.x[rows], site.y[rows], where, real[where])
+            inputs = {"x": site.x[rows], "y": site.y[rows], "index": where, "keep": real[where]}
             if squared:
                 each = vmap(grad(at), in_dims=(None, 0, 0, 0, 0))
-                grads = each(self.trainable(params), *(tensor.unsqueeze(1) for tensor in inputs))
+                grads = each(moving, *(tensor.unsqueeze(1) for tensor in inputs.values()))
                 grads = {name: g.square().sum(0) for name, g in grads.items()}
             else:
-                grads = grad(at)(self.trainable(params), *inputs)
+                grads, _ = self.differentiate(lambda weights, x: (at(weights, *x.values()), {}), moving, inputs)
             total = {name: total[name] + grads[name] for name in total}
         return {name: value / site.samples for name, value in total.items()}
 
@@ -342,7 +366,7 @@ class Task:
             return loss(state, batch), {name: state[name] for name in rest}
 
         weights = {name: value.detach() for name, value in self.trainable(params).items()}
-        grads, (value, buffers) = grad_and_value(at, has_aux=True)(weights, rest)
+        grads, (value, buffers) = self.differentiate(at, weights, rest)
         return grads, value, buffers
 
     def descend(self, weights: Params, grads: Params, momentum: Params) -> tuple[Params, Params]:
@@ -391,10 +415,8 @@ class Task:
 
     def redraw(self, batch: Batch, stream: int) -> Batch:
         """Draw another batch of the same size from the client's samples, without replacement, by the batch's key."""
-        site, device = self.here(), batch.y.device
-        ranks = plan.uniform_bits(batch.key, plan.DRAWS + stream, (len(site.index),))
-        real = torch.arange(len(site.index), device=device) < site.samples
-        index = torch.where(real, ranks, 1 << 32).argsort(stable=True)[: len(batch.y)]
+        site = self.here()
+        index = drawn(batch.key, stream, len(site.index), site.samples)[: len(batch.y)]
         rows, key = site.index[index], plan.uniform_bits(batch.key, 2 * plan.DRAWS + stream, ()) >> 1
         return Batch(site.x[rows], site.y[rows], index, key, batch.mask)
 
@@ -430,6 +452,14 @@ class Task:
         if self.site is None:
             raise RuntimeError("this hook runs at the server, which has no client data")
         return self.site
+
+
+def drawn(key: Tensor, stream: int, rows: int, samples: Tensor | None = None) -> Tensor:
+    """Return a random order of a client's rows, by a step's key or by several (rows beyond its `samples` last)."""
+    ranks = plan.uniform_bits(key, plan.DRAWS + stream, (rows,))
+    if samples is not None:
+        ranks = torch.where(torch.arange(rows, device=key.device) < samples, ranks, 1 << 32)
+    return ranks.argsort(dim=-1, stable=True)
 
 
 @dataclass(frozen=True)

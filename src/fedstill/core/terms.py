@@ -62,27 +62,40 @@ def ewc(params: Params, anchor: Params, fisher: Params) -> Tensor:
 
 
 def spectrum(params: Params, transform: Literal["ortho", "raw"]) -> Tensor:
-    """|DFT(vec(w))| at frequencies 0 … ⌊d/2⌋; the rest of the spectrum of real numbers mirrors these."""
+    """|DFT(vec(w))| at frequencies 0 … ⌊d/2⌋; the rest of the spectrum of real numbers mirrors these.
+
+    An even number of weights is transformed as half as many complex numbers x_2j + i·x_2j+1, whose transform Z has in it those of
+    the even and of the odd ones: X_k = (Z_k + Z̄_n−k)/2 + e^(−πik/n)·(Z_k − Z̄_n−k)/2i, n = d/2. That is what a library does for
+    lengths of small factors only, and a model's has large ones: up to twice as fast, forwards and backwards.
+    """
     vector = torch.cat([value.reshape(-1) for value in params.values()])
-    values: Tensor = torch.fft.rfft(vector, norm="ortho" if transform == "ortho" else "backward")
-    return values.abs()
+    scale = len(vector) ** -0.5 if transform == "ortho" else 1.0
+    if len(vector) % 2:
+        return torch.fft.rfft(vector).abs() * scale  # type: ignore[no-any-return]
+    n = len(vector) // 2
+    z = torch.fft.fft(torch.view_as_complex(vector.reshape(n, 2)))
+    z = torch.cat([z, z[:1]])
+    mirrored = z.flip(0).conj()
+    angle = torch.arange(n + 1, dtype=torch.float64, device=vector.device) * (torch.pi / n)
+    turn = torch.complex(-angle.sin(), -angle.cos()).to(z.dtype)  # −i·e^(−πik/n)
+    return ((z + mirrored) + turn * (z - mirrored)).abs() * (scale / 2)
 
 
 def spectral(
     p: Params,
-    q: Params,
+    other: Tensor,
     share: float,
     divergence: Literal["generalised", "normalised", "paper"],
     transform: Literal["ortho", "raw"],
 ) -> Tensor:
-    """D(ŝ(p) ‖ ŝ(q)) over the first ⌈share·d⌉ of the d entries of the spectra s(w) = |DFT(vec(w))|.
+    """D(ŝ(p) ‖ ŝ(q)) over the first ⌈share·d⌉ of the d entries of s(w) = |DFT(vec(w))|; `other` is the `spectrum` of q.
 
     paper: Σ p log p − p log q.  generalised: Σ p log(p/q) − p + q, zero exactly at p = q.  normalised: KL of the spectra
     divided by their sums. Mirrored entries are equal, so each frequency is computed once and counted as often as it occurs.
     """
     d = sum(value.numel() for value in p.values())
     first = math.ceil(share * d - 1e-9)  # entries that count
-    a, b = spectrum(p, transform), spectrum(q, transform)
+    a, b = spectrum(p, transform), other
     i = torch.arange(len(a), device=a.device)
     mirrored = (i > 0) & (d - i != i) & (d - i < first)
     times = (i < first).to(a.dtype) + mirrored.to(a.dtype)

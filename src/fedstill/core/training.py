@@ -301,6 +301,13 @@ class FurtherScores(Group):
     score_round: Literal["last", "mean10", "best-val", "best-test"] = setting(
         "last", "the contract: which round; mean10: mean of the last ten scored", group="scores"
     )
+    patience: int = setting(
+        0,
+        "stop after so many scored rounds without a better score, and keep the best round's models; "
+        "needs score_round best-val or best-test; 0: run all rounds",
+        least=0,
+        group="scores",
+    )
     further_every: int = setting(
         0,
         "take New, External, averaged, +FT and newcomers every so many rounds too, into the records; 0: after the last",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from ..core.errors import InputError, Shown
 from ..core.objective import ObjectiveName
 from . import targets
-from .dataset import Array
+from .dataset import Array, is_ids
 
 
 def array(where: str, value: Any) -> Array:
@@ -25,7 +26,10 @@ def array(where: str, value: Any) -> Array:
 
 
 def read_samples(where: str, value: Any) -> torch.Tensor:
-    """Return samples as a new tensor: float64 as it is, uint8 scaled to [0, 1], any other number as float32."""
+    """Return samples as a new tensor.
+
+    float64 stays as it is, uint8 is scaled to [0, 1], other whole numbers are ids and become int64, the rest float32.
+    """
     x = array(where, value)
     if x.dtype.kind not in "buif":
         raise InputError(where, Shown(f"an array of type {x.dtype}"), "numbers")
@@ -34,7 +38,8 @@ def read_samples(where: str, value: Any) -> torch.Tensor:
     if 0 in x.shape:
         raise InputError(where, Shown(f"an array of shape {x.shape}"), "at least one sample with at least one feature")
     double = x.dtype.kind == "f" and x.dtype.itemsize >= 8
-    out = torch.from_numpy(np.array(x, dtype=np.float64 if double else np.float32, order="C"))
+    dtype = np.int64 if is_ids(x) else np.float64 if double else np.float32
+    out = torch.from_numpy(np.array(x, dtype=dtype, order="C"))
     if x.dtype == np.uint8:
         out.div_(255)
     if not bool(torch.isfinite(out).all()):
@@ -51,11 +56,11 @@ def read_targets(
 
 
 def check_same(xs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Refuse samples of differing shapes; return all as float64 if some are."""
+    """Refuse samples of differing shapes; return all in the widest of their dtypes."""
     first_name, first = next(iter(xs.items()))
     for where, x in xs.items():
         if x.shape[1:] != first.shape[1:]:
             shown = Shown(f"samples of shape {tuple(x.shape[1:])}")
             raise InputError(where, shown, f"samples of shape {tuple(first.shape[1:])} as {first_name} is")
-    double = any(x.dtype == torch.float64 for x in xs.values())
-    return {where: x.double() if double else x for where, x in xs.items()}
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in xs.values()))
+    return {where: x.to(dtype) for where, x in xs.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +28,7 @@ targets = target_forms.class_targets
 class Dataset:
     """Samples and labels of one source, before they are dealt to clients.
 
-    `x` is uint8 images (NCHW, 0 to 255) or float32 features; `test_x` and `test_y` are the official test split, where
+    `x` is uint8 images (NCHW, 0 to 255), float32 features or int64 ids; `test_x` and `test_y` are the official test split, where
     there is one. `mean` and `std` are per channel, of x/255 for images and of x otherwise; empty means no normalisation.
     `domain` and `owner` are the domain and the owning client of each training sample, `test_domain` and `test_owner`
     those of each test sample.
@@ -57,8 +58,9 @@ class Dataset:
                 raise InputError(
                     f"{self.name}.{field}", Shown("samples and labels that do not match"), "as many labels"
                 )
-            if x.dtype not in (np.uint8, np.float32):
-                raise InputError(f"{self.name}.{field}", Shown(f"an array of type {x.dtype}"), "uint8 or float32")
+            if x.dtype not in (np.uint8, np.float32, np.int64):
+                right = "uint8, float32 or int64"
+                raise InputError(f"{self.name}.{field}", Shown(f"an array of type {x.dtype}"), right)
         for name in (self.name, *self.labels, *self.groups):
             if not can_be_shown(name):
                 raise InputError("data", name, "named in printable characters: its clients and classes too")
@@ -82,7 +84,9 @@ class Dataset:
         return f"sha256:{digest.hexdigest()}"
 
     def tensor(self, x: Array) -> torch.Tensor:
-        """Return samples of this set as a new, normalised float32 tensor."""
+        """Return samples of this set as a new tensor: normalised float32, or ids as they are."""
+        if x.dtype == np.int64:
+            return torch.from_numpy(x.copy())
         out = torch.from_numpy(np.array(x, dtype=np.float32, order="C"))
         if x.dtype == np.uint8:
             out.div_(255)
@@ -130,7 +134,7 @@ def _concatenate(train: Ints | None, test: Ints | None) -> Ints | None:
 
 
 def samples(where: str, x: Array) -> Array:
-    """Return samples in the layout of a Dataset: uint8 or finite float32, images NCHW."""
+    """Return samples in the layout of a Dataset: uint8 or finite float32, images NCHW; rows of other whole numbers are ids."""
     if x.dtype.kind not in "buif":
         raise InputError(where, Shown(f"samples of type {x.dtype}"), "numbers")
     if x.ndim < 2 or 0 in x.shape:
@@ -141,12 +145,25 @@ def samples(where: str, x: Array) -> Array:
         x = x.transpose(0, 3, 1, 2)
     if x.dtype == np.uint8:
         return np.ascontiguousarray(x)
+    if x.ndim == 2 and is_ids(x):
+        return np.ascontiguousarray(x, dtype=np.int64)
     with np.errstate(over="ignore"):
         x = np.ascontiguousarray(x, dtype=np.float32)
     if not np.isfinite(x).all():
         bad = int(np.flatnonzero(~np.isfinite(x.reshape(len(x), -1)).all(axis=1))[0])
         raise InputError(where, Shown(f"sample {bad} holds NaN or infinity"), "finite numbers that fit float32")
     return x
+
+
+def is_ids(x: Array) -> bool:
+    """Return whether samples are whole numbers other than bytes: ids of tokens, for a model with an embedding."""
+    return x.dtype.kind in "iu" and x.dtype != np.uint8
+
+
+def same_kind(xs: Sequence[Array]) -> list[Array]:
+    """Return ids as numbers where some of the arrays are numbers."""
+    mixed = {x.dtype for x in xs} == {np.dtype(np.int64), np.dtype(np.float32)}
+    return [x.astype(np.float32) if mixed and x.dtype == np.int64 else x for x in xs]
 
 
 def moments(x: Array) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -183,7 +200,7 @@ def dataset(
     train_y = target_forms.read(where, y, len(train_x), kind, classes)
     test_x = test_y = None
     if test is not None:
-        test_x = samples(where, test[0])
+        train_x, test_x = same_kind([train_x, samples(where, test[0])])
         if test_x.shape[1:] != train_x.shape[1:] or test_x.dtype != train_x.dtype:
             shown = f"test samples {test_x.shape[1:]} {test_x.dtype}"
             raise InputError(where, Shown(shown), f"{train_x.shape[1:]} {train_x.dtype} as the training samples are")

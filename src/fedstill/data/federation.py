@@ -87,6 +87,7 @@ class Federation:
         rows = [
             f"<tr><td>{html.escape(self.names[k] if self.names else str(k))}</td>"
             + "".join(f"<td>{sizes[k]:,}</td>" for sizes in columns.values())
+            + "</tr>"
             for k in range(min(len(self), LISTED))
         ]
         more = f"<p>and {len(self) - LISTED:,} more clients</p>" if len(self) > LISTED else ""

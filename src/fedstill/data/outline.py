@@ -77,8 +77,8 @@ class Outline:
             raise Unreadable("the numbers of samples of each client in train and test")
         rows = zip(*splits.values(), strict=True)
         dtype = field(record, "dtype", str)
-        if dtype not in ("float32", "float64"):
-            raise Unreadable("float32 or float64 as dtype")
+        if dtype not in ("float32", "float64", "int64"):
+            raise Unreadable("float32, float64 or int64 as dtype")
         objective = field(record, "objective", str, "classification")
         if objective not in OBJECTIVES:
             raise Unreadable(f"one of {', '.join(OBJECTIVES)} as objective")
@@ -100,7 +100,7 @@ class Outline:
         """Return the federation without any samples, whose division is this one."""
         x = torch.empty((0, *self.shape), dtype=getattr(torch, self.dtype))
         whole = OBJECTIVES[self.objective].whole
-        y = torch.empty((0, *self.target), dtype=torch.int64 if whole else getattr(torch, self.dtype))
+        y = torch.empty((0, *self.target), dtype=torch.int64 if whole else torch.promote_types(x.dtype, torch.float32))
         nobody = Client(x, y, x, y, *((x, y) if self.sizes and "val" in self.sizes[0] else ()))
         checksum = str(partition.get("contents", ""))
         known = Whole(frozenset(), False, tuple(dict(sizes) for sizes in self.sizes), checksum)

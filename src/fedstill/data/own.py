@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from ..core.errors import InputError, Shown, nearest
-from .dataset import Array, Dataset, Ints, samples
+from .dataset import Array, Dataset, Ints, same_kind, samples
 from .files import npz_samples, wrong
 from .images import SUFFIXES, decode, folders_in, images_in, is_class_folder
 from .outline import Outline
-from .silos import read_csv, silo_files
+from .silos import numbered, read_csv, silo_files
 from .targets import read as read_targets
 
 ARRAYS = (".csv", ".npz")
@@ -49,8 +49,8 @@ def read(path: str | Path, outline: Outline) -> Own:
             Shown(f"{place} with samples of shape {_shape(x.shape[1:])}"),
             f"samples of {_shape(outline.shape)}, as the run's",
         )
-    if x.dtype not in (np.uint8, np.float32):
-        x = x.astype(np.float32)
+    if x.dtype != np.uint8:
+        x = x.astype(np.int64 if outline.dtype == "int64" else np.float32)
     labels = np.zeros(len(x), np.int64) if y is None or outline.objective != "classification" else y
     alike = Dataset("data", x, labels, outline.classes, mean=outline.mean, std=outline.std)
     return Own(alike.tensor(x), None if y is None else torch.from_numpy(y), where)
@@ -101,19 +101,24 @@ def _arrays(paths: Sequence[Path], outline: Outline) -> tuple[Array, Ints | None
             raise wrong(
                 path, f"samples of {_shape(xs[0].shape[1:])} as in {paths[0].name} (it has {_shape(xs[-1].shape[1:])})"
             )
-        ys.append(None if y is None else read_targets(str(path), y, len(x), outline.objective, outline.classes))
+        known = outline.labels or tuple(map(str, range(outline.classes)))
+        if y is not None and outline.objective != "classification":
+            y = read_targets(str(path), y, len(x), outline.objective, outline.classes)
+        ys.append(
+            None if y is None else y if outline.objective != "classification" else numbered(path, y, len(x), known)
+        )
         where += [f"{path.name}:{row}" for row in range(len(x))]
     labelled = [y for y in ys if y is not None]
     if labelled and len(labelled) < len(ys):
         raise wrong(paths[ys.index(None)], "labelled as the other files of its folder are")
-    return np.concatenate(xs), np.concatenate(labelled) if labelled else None, tuple(where)
+    return np.concatenate(same_kind(xs)), np.concatenate(labelled) if labelled else None, tuple(where)
 
 
 def _csv(path: Path, outline: Outline) -> tuple[Array, Array | None]:
     """Read a CSV file. Without a column more than the samples have features, it has no labels."""
     x, last, header = read_csv(path)
     named = any(cell.lower() in ("label", "y") for cell in header or [])
-    if not named and outline.shape == (x.shape[1] + 1,):
+    if not named and last.dtype.kind != "U" and outline.shape == (x.shape[1] + 1,):
         return np.column_stack([x, last]), None
     return x, last
 

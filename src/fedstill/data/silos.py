@@ -5,21 +5,22 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
-from ..core.errors import InputError, Shown, first_line
+from ..core.errors import InputError, Shown, can_be_shown, first_line, nearest
 from ..core.memory import in_words, require
 from . import targets as target_forms
-from .dataset import Dataset, dataset, samples
+from .dataset import Dataset, Ints, dataset, same_kind, samples, targets
 from .files import npz, regular, wrong
 from .targets import AUTO, Array
 
 LABELS = ("label", "y")
 LONGEST_LINE = 16 << 20  # bytes
+LONGEST_NAME = 200  # signs of a class's name
 
 
 def silo_files(folder: Path) -> list[Path]:
@@ -42,7 +43,9 @@ def silo_set(name: str, folder: Path, objective: str = AUTO) -> Dataset | None:
             x, y, test = npz(path)
         xs.append(samples(str(path), x))
         ys.append(y)
-        if xs[-1].shape[1:] != xs[0].shape[1:] or xs[-1].dtype != xs[0].dtype:
+        if len(y) != len(x):
+            targets(str(path), y, len(x))
+        if xs[-1].shape[1:] != xs[0].shape[1:] or _are_bytes(xs[-1]) != _are_bytes(xs[0]):
             raise wrong(path, f"samples of {_describe(xs[0])} as in {files[0].name} (it has {_describe(xs[-1])})")
         tests.append(test)
     _check_columns([(path, header) for path, header in headers if header is not None])
@@ -51,24 +54,61 @@ def silo_set(name: str, folder: Path, objective: str = AUTO) -> Dataset | None:
         raise wrong(files[with_test.index(False)], f"with test_x and test_y as {files[with_test.index(True)].name} is")
     test_x = [samples(str(p), t[0]) for p, t in zip(files, tests, strict=True) if t is not None]
     for path, x in zip(files, test_x, strict=False):
-        if x.shape[1:] != xs[0].shape[1:] or x.dtype != xs[0].dtype:
+        if x.shape[1:] != xs[0].shape[1:] or _are_bytes(x) != _are_bytes(xs[0]):
             raise wrong(path, f"test samples of {_describe(xs[0])} (it has {_describe(x)})")
-    given = [t for t in tests if t is not None]
-    kind = target_forms.decide(str(folder), [*ys, *(t[1] for t in given)], objective)
-    ys = [target_forms.read(str(p), y, len(x), kind) for p, y, x in zip(files, ys, xs, strict=True)]
-    test_y = [target_forms.read(str(p), t[1], len(t[0]), kind) for p, t in zip(files, given, strict=False)]
-    target_forms.size_of(str(folder), [*ys, *test_y], kind)
+    both = same_kind([*xs, *test_x])
+    xs, test_x = both[: len(xs)], both[len(xs) :]
+    labels = _class_names(files, ys)
+    given = [t[1] for t in tests if t is not None]
+    kind = target_forms.decide(
+        str(folder), [*ys, *given], "classification" if labels and objective == AUTO else objective
+    )
+    if labels and kind != "classification":
+        raise InputError("objective", objective, f"'classification': the targets of {folder} are names of classes")
+    numbers: list[Array] = [
+        numbered(path, y, len(x), labels) if kind == "classification" else target_forms.read(str(path), y, len(x), kind)
+        for path, x, y in zip(files, xs, ys, strict=True)
+    ]
+    test_y = [target_forms.read(str(p), y, len(x), kind) for p, y, x in zip(files, given, test_x, strict=False)]
+    if kind != "classification":
+        target_forms.size_of(str(folder), [*numbers, *test_y], kind)
     return dataset(
         name,
         str(folder),
         np.concatenate(xs),
-        np.concatenate(ys),
+        np.concatenate(numbers),
         (np.concatenate(test_x), np.concatenate(test_y)) if test_x else None,
+        len(labels) or None,
+        labels=labels,
         owner=np.repeat(np.arange(len(xs)), [len(x) for x in xs]),
         test_owner=np.repeat(np.arange(len(test_x)), [len(x) for x in test_x]) if test_x else None,
         groups=tuple(path.stem for path in files),
         objective=kind,
     )
+
+
+def _class_names(files: list[Path], ys: list[Array]) -> tuple[str, ...]:
+    """Return the names of the classes of all files, sorted; none where labels are numbers. Refuse both kinds side by side."""
+    named = [y.dtype.kind == "U" for y in ys]
+    if any(named) and not all(named):
+        kinds = "names" if named[0] else "numbers"
+        raise wrong(files[named.index(not named[0])], f"with {kinds} as labels as {files[0].name} has")
+    return tuple(sorted({str(label) for y in ys for label in np.unique(y)})) if any(named) else ()
+
+
+def numbered(path: Path, y: Array, count: int, labels: Sequence[str]) -> Ints:
+    """Return labels as numbers of classes; refuse a name that is none of `labels`."""
+    if y.dtype.kind != "U":
+        return targets(str(path), y, count, len(labels) or None)
+    names, codes = np.unique(y, return_inverse=True)
+    for name in names:
+        if name not in labels:
+            raise InputError(f"{path}, label", str(name), nearest(str(name), labels))
+    return np.array([labels.index(name) for name in names], np.int64)[codes]
+
+
+def _are_bytes(x: Array) -> bool:
+    return x.dtype == np.uint8
 
 
 def _describe(x: Array) -> str:
@@ -83,9 +123,13 @@ def _check_columns(headers: list[tuple[Path, list[str]]]) -> None:
 
 
 def read_csv(path: Path) -> tuple[Array, Array, list[str] | None]:
-    """Read features, labels and header (if any) of a CSV file; the label is the column `label` or `y`, else the last."""
+    """Read features, labels and header (if any) of a CSV file; the label is the column `label` or `y`, else the last.
+
+    Labels are numbers, or the classes' names, which are no numbers.
+    """
     header: list[str] | None = None
-    width, done = 0, 0
+    width, done, label = 0, 0, 0
+    names: dict[str, int] = {}  # of classes, with their numbers in order of appearance
     with regular(path) as file:
         flat = np.empty(_count_cells(path, file))
         try:
@@ -96,10 +140,14 @@ def read_csv(path: Path) -> tuple[Array, Array, list[str] | None]:
                         raise wrong(path, "a CSV file with at least one feature and a label in each row")
                     if _is_header(row):
                         header = [cell.strip() for cell in row]
+                    label = next((i for i, cell in enumerate(header or []) if cell.lower() in LABELS), width - 1)
+                    if header is not None:
                         continue
                 if len(row) != width:
                     where, right = f"{path}, line {number}", f"{width} cells as in the first line"
                     raise InputError(where, Shown(f"{len(row)} cells"), right)
+                if names or (not done and not _is_number(row[label])):
+                    row[label] = str(_code(f"{path}, line {number}, column {label + 1}", row[label].strip(), names))
                 try:
                     flat[done : done + width] = [_number(cell) for cell in row]
                 except ValueError:
@@ -111,9 +159,16 @@ def read_csv(path: Path) -> tuple[Array, Array, list[str] | None]:
     if not done:
         raise wrong(path, "a CSV file with at least one row of numbers")
     values = flat[:done].reshape(-1, width)
-    named = [i for i, cell in enumerate(header or []) if cell.lower() in LABELS]
-    label = named[0] if named else width - 1
-    return np.delete(values, label, axis=1), values[:, label], header
+    y = values[:, label]
+    return np.delete(values, label, axis=1), np.array(list(names))[y.astype(np.int64)] if names else y, header
+
+
+def _code(where: str, name: str, names: dict[str, int]) -> int:
+    """Return the number of a class's name, a new one for a new name."""
+    if not name or _is_number(name.replace("_", "")) or len(name) > LONGEST_NAME or not can_be_shown(name):
+        right = f"the name of a class, of at most {LONGEST_NAME} signs, as in the rows before; or a number in every row"
+        raise InputError(where, name, right)
+    return names.setdefault(name, len(names))
 
 
 def _count_cells(path: Path, file: IO[bytes]) -> int:

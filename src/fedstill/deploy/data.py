@@ -97,7 +97,10 @@ def skeleton(names: Sequence[str], abouts: Sequence[Mapping[str, Any]]) -> Feder
     validated = {bool(first["sizes"].get("val"))}
     x = torch.empty((0, *first["shape"]), dtype=getattr(torch, first["dtype"]))
     learned = OBJECTIVES[first.get("objective", "classification")]
-    y = torch.empty((0, *first.get("target", ())), dtype=torch.int64 if learned.whole else x.dtype)
+    y = torch.empty(
+        (0, *first.get("target", ())),
+        dtype=torch.int64 if learned.whole else torch.promote_types(x.dtype, torch.float32),
+    )
     nobody = Client(x, y, x, y, *((x, y) if True in validated else ()))
     sums = ",".join(str(about["checksum"]) for about in abouts)
     sizes = tuple({split: int(about["sizes"].get(split, 0)) for split in SPLITS} for about in abouts)

@@ -38,6 +38,7 @@ DEPLOYMENT = "deployment.json"  # in a run's folder: its id, its sites, and how 
 SLACK = 8 << 20  # bytes that a reply may have beside its tensors
 LOCAL_ONLY = {  # fields that only a simulation can have, and why
     "attack": "sites are real",
+    "patience": "sites keep the models of their newest rounds",
     **dict.fromkeys(("new", "averaged", "external", "newcomers"), "each site scores on its own data"),
 }
 
@@ -236,8 +237,9 @@ def run(
 
     try:
         if journal.begun:
+            changes = {} if rounds is None else {"rounds": rounds}
             start = simulation.continued(
-                folder, rounds=rounds, federation=federation, progress=over, transport=deployment
+                folder, changes=changes, federation=federation, progress=over, transport=deployment
             )
             return simulation.finish(start, deployment)
         return simulation.run(experiment, out=folder, federation=federation, progress=over, transport=deployment)

@@ -149,7 +149,7 @@ def parse_about(about: object) -> dict[str, Any]:
     sane = sane and all(0 < sizes[name] < 1 << 40 for name in {"train", "test", *sizes})
     objective, target = str(about.get("objective", "classification")), [int(n) for n in about.get("target", ())]
     sane = sane and objective in OBJECTIVES and len(target) <= 1 and all(1 <= n <= 1 << 20 for n in target)
-    if not sane or dtype not in ("float32", "float64"):
+    if not sane or dtype not in ("float32", "float64", "int64"):
         raise ValueError
     numbers = {name: float(about["machine"][name]) for name in ("clock", "memory", "disk")}
     own = {"shape": shape, "dtype": dtype, "classes": int(about["classes"]), "labels": labels, "sizes": sizes}

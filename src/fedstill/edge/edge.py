@@ -282,9 +282,10 @@ class Edge:
             yield self._reply(order, up, report)
 
     def _restore(self, orders: Sequence[Order]) -> Iterator[Reply]:
-        """Put back what `state` returned: its `up` as `down`, its numbers in `down["report"]`."""
+        """Put back what `state` returned, in place of all that is kept: its `up` as `down`, its numbers in `down["report"]`."""
         for order in orders:
             slot, down = self.slot(order), order.down
+            self._forget(slot)
             numbers = {name: int(value) for name, value in down["report"].items()}
             if "memory" in down:
                 self.store.put(slot, down["memory"])
@@ -298,6 +299,16 @@ class Edge:
                 begun = down.get("begun", {})
                 self.begun[slot] = Begun(numbers["begun"], begun.get("down", {}), begun.get("local", {}))
             yield self._reply(order)
+
+    def _forget(self, slot: int) -> None:
+        """Make a client one that has not begun anything."""
+        if slot in self.changed:
+            self.store.forget(slot)
+            self.changed.discard(slot)
+        if self.undecided.pop(slot, None) is not None:
+            self.backup.forget(slot)
+        for kept in (self.last, self.begun, self.copies):
+            kept.pop(slot, None)
 
     # ---- answers -----------------------------------------------------------------------------------------------------
     def _refusal(self, order: Order) -> str | None:

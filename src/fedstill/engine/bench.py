@@ -18,7 +18,7 @@ from ..core.metric import NO_METRICS, Measures
 from ..core.optim import SGD
 from ..core.plan import JointPlan, Length, Plan
 from ..core.secret import Secret
-from ..core.task import Absent, Site, Task
+from ..core.task import Absent, Site, Task, by_autograd
 from ..core.tree import Tree
 from ..data.samples import Part
 from ..nn.net import Net
@@ -243,6 +243,8 @@ class Bench:
         balance = None if isinstance(y, Absent) else self.balance(client)
         site = Site(x, y, index, number(size), number(steps[size]), when, known, balance)
         task = self.at(round, site)
+        if task.private is None:  # whose gradients of single samples are taken inside vmap
+            task = dataclasses.replace(task, differentiate=by_autograd)
         return dataclasses.replace(task, lr=self.varied["lr"][client]) if "lr" in self.varied else task
 
     def _once(self, n: int, make: Callable[[int], Tensor], what: str) -> Tensor:

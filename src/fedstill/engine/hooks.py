@@ -19,8 +19,8 @@ from ..core.task import Task
 from ..nn.net import Net
 
 HOOKS = (
-    "init_server", "init_client", "send", "begin", "phases", "fit", "loss", "step", "correct", "finish", "merge", "personal",
-    "generic",
+    "init_server", "init_client", "send", "begin", "phases", "fit", "loss", "step", "closed_form", "correct", "finish",
+    "merge", "personal", "generic",
 )  # fmt: skip
 CALLERS: dict[CodeType, str] = {}  # the engines' functions that do nothing but call one hook
 Frame = tuple[CodeType, int]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.batch import Batch
+from ..core.closed import Envelope
 from ..core.method import Method, Phase
 from ..core.metric import Tally
 from ..core.task import CHUNK, Task
@@ -79,7 +80,7 @@ def _train(bench: Bench, round: int, work: Work, perceptron: Perceptron | None) 
         task = dataclasses.replace(task, private=dataclasses.replace(task.private, secret=secret))
     memory = tree.fit_rows(work.memory, method.per_sample, len(y))
     local, arguments = work.local if work.part == "idle" else {}, versions(down=work.down, memory=memory)
-    total = torch.zeros((), dtype=x.dtype, device=x.device)
+    total = torch.zeros((), dtype=bench.net.dtype, device=x.device)
     halfway = None if work.savepoint is None else work.savepoint.load()
     if halfway is not None:
         local = halfway.state["local"]
@@ -133,6 +134,31 @@ def run_phase(
     """
     method = bench.method
     done = 0 if course is None else course.done
+    if phase.enter is not None and not done and method.step is None:
+        with torch.no_grad():
+            local = phase.enter(task, local)
+    if perceptron is not None and phase.model in local:
+        start: Params = local[phase.model]
+        names = [name for name in bench.moving(phase)[0] if name in start]
+        size = min(bench.plan.batch_size, bench.data.train.sizes[client])
+        form = perceptron.form(method, task, local, phase, names, size)
+        if form is not None:
+            kept = None if course is None else (course, {"local": local, "total": total})
+            orders, keys = _orders(bench, round, client, steps, done), bench.plan.step_keys(round, client, steps)
+            trained, loss, inner = perceptron.train(
+                start,
+                names,
+                bench.sgd(phase),
+                *bench.data.train.of(client),
+                orders,
+                size,
+                kept,
+                form,
+                torch.from_numpy(keys),
+            )
+            total += loss
+            between = {form.nested.model: {**start, **inner}} if isinstance(form.nested, Envelope) else {}
+            return {**local, phase.model: trained, **between}
     if method.step is not None:
         step = Step(method, task, phase.loss or method.loss, phase.model != "params")
         for count, batch in enumerate(_batches(bench, round, client, steps, done), start=done + 1):
@@ -141,19 +167,6 @@ def run_phase(
             if course is not None and course.due(count):
                 course.save(count, {"local": local, "total": total})
         return local
-    if phase.enter is not None and not done:
-        with torch.no_grad():
-            local = phase.enter(task, local)
-    start: Params = local[phase.model]
-    names = [name for name in bench.moving(phase)[0] if name in start]
-    if perceptron is not None and perceptron.takes(phase, names):
-        x, y = bench.data.train.of(client)
-        orders, kept = _orders(bench, round, client, steps, done), None
-        if course is not None:
-            kept = course, {"local": local, "total": total}
-        trained, loss = perceptron.train(start, names, bench.sgd(phase), x, y, orders, bench.plan.batch_size, kept)
-        total += loss
-        return {**local, phase.model: trained}
     past = course.halfway.state if course is not None and course.halfway is not None else {}
     training = PhaseTraining(bench, task, local, phase, done, past)
     drawn = (
@@ -257,7 +270,13 @@ def _private_batches(
         drawn, noise = secret.private(phase, len(y), steps, bench.plan.batch_size)
     for rows, key in zip(drawn[done:], put(noise[done:], x.device), strict=True):
         index = put(rows if len(rows) else [0], x.device)
-        yield Batch(x[index], y[index], index, key, None if len(rows) else x.new_zeros(1))
+        yield Batch(
+            x[index],
+            y[index],
+            index,
+            key,
+            None if len(rows) else torch.zeros(1, dtype=bench.net.dtype, device=x.device),
+        )
 
 
 def _orders(bench: Bench, round: int, client: int, steps: int, done: int = 0) -> Iterator[Tensor]:

@@ -31,8 +31,7 @@ class Paced:
             local = work.local or method.begin(self.task, work.down, self.memory)
             self.local: Tree = local if phase.enter is None else phase.enter(self.task, local)
         self.training = PhaseTraining(bench, self.task, self.local, phase)
-        x = self.task.here().x
-        self.total = torch.zeros((), dtype=x.dtype, device=x.device)
+        self.total = torch.zeros((), dtype=bench.net.dtype, device=bench.net.device)
         self.batches = _batches(bench, round, work.client, most)
 
     def step(self) -> bool:

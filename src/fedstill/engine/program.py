@@ -70,7 +70,7 @@ def build(
     inputs: list[Any] = [*tree.flatten({"rows": rows, "tables": tables, "source": source}).values(), counter]
     run: Callable[..., Any] = graph
     if level == "compiled":
-        run = compile(graph, inputs)
+        run = compiled(graph, inputs)
     if device.type != "cuda":
 
         def replay() -> None:
@@ -93,7 +93,7 @@ def build(
     return recorded.replay
 
 
-def compile(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
+def compiled(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
     """Compile a graph by inductor, which keeps what it compiled on disk: the same graph is read from there.
 
     Inductor looks in its cache only where there is an environment of symbolic shapes, although all shapes here are fixed.

@@ -36,29 +36,30 @@ def way_of(bench: Bench, compile: CompileName, fast: bool) -> Way:
 def refusal(bench: Bench) -> str | None:
     """Return why this model cannot be stacked, or None.
 
-    Tried in float64 without effect: two clients with two samples each and one row of padding, against the two samples alone. A
+    Tried in float64 without effect: two clients with three samples each and one row of padding, against the samples alone. A
     model whose samples see one another (other than through BatchNorm), or that `vmap` does not take, with a gradient or without,
     is refused.
     """
     run_net, data = bench.net, bench.data.train
     if run_net.cumulative:
         return "a BatchNorm with momentum=None keeps a cumulative average, which cannot be stacked"
-    net = run_net.twin(torch.float64)
-    x = data.x[:3].double()
-    x = torch.cat([x, x, x])[:3] if len(x) < 3 else x
-    x = x + torch.linspace(0, 0.1, 3, dtype=x.dtype, device=x.device).reshape(-1, *[1] * (x.ndim - 1))
-    mask, key = x.new_tensor([1.0, 1.0, 0.0]), torch.tensor(7, device=x.device)
+    net, x = run_net.twin(torch.float64), data.x[:4]
+    x = torch.cat([x, x, x, x])[:4] if len(x) < 4 else x
+    mask = torch.tensor([1.0, 1.0, 1.0, 0.0], dtype=torch.float64, device=x.device)
+    key = torch.tensor(7, device=x.device)
+    if x.is_floating_point():
+        x = x.double() + torch.linspace(0, 0.1, 4, dtype=mask.dtype, device=x.device).reshape(-1, *[1] * (x.ndim - 1))
     names = set(net.parameters)
 
     def objective(weights: Params, rest: Params, x: Tensor, key: Tensor, mask: Tensor | None) -> Any:
         copies = {name: value.clone() for name, value in rest.items()}
         out = net({**weights, **copies}, x, train=True, key=key, mask=mask)
-        return (out[:2] * torch.arange(1.0, 1 + out[:2].numel(), device=x.device).reshape(out[:2].shape)).sum(), copies
+        return (out[:3] * torch.arange(1.0, 1 + out[:3].numel(), device=x.device).reshape(out[:3].shape)).sum(), copies
 
     try:
         start = net.initial()
         weights, rest = ({n: p for n, p in start.items() if (n in names) is side} for side in (True, False))
-        alone = grad_and_value(objective, has_aux=True)(weights, rest, x[:2], key, None)
+        alone = grad_and_value(objective, has_aux=True)(weights, rest, x[:3], key, None)
         stacks = (tree.stack([t, t]) for t in (weights, rest))
         step = grad_and_value(objective, has_aux=True)
         both = over_clients(step, *stacks, *(torch.stack([t, t]) for t in (x, key, mask)))

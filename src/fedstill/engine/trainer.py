@@ -21,7 +21,7 @@ from ..core.tree import Params, Tree
 from ..nn.kernels import winograd
 from ..nn.kernels.autotune import Choices, Lowering
 from ..nn.mode import Execution
-from . import fused, pool, stackable
+from . import pool, stackable
 from .bench import (
     SMALL,
     Bench,
@@ -37,13 +37,13 @@ from .bench import (
 )  # fmt: skip
 from .one import One
 from .pool import Pool
+from .recognise import recognise
 from .stacked import Stacked
-from .stage import Programs
+from .stage import Programs, say
 from .threads import available, check_obtainable, is_small
 
 T = TypeVar("T")
-MANY_CLIENTS = 50  # from so many clients on, stacking beats a perceptron's own loop,
-SMALL_MODEL = 20_000  # if it has fewer parameters than this
+SMALL_MODEL = 20_000  # parameters below which stacking many clients beats a perceptron's own loop
 
 
 class Engine(Protocol):
@@ -105,10 +105,13 @@ class Trainer:
         self.threads = available() if on_cpu else torch.get_num_threads()
         """The most threads that this process works with."""
         with threads(1 if on_cpu else self.threads):
-            perceptron = fused.recognise(bench) if fast and engine != "stacked" and not bf16 else None
+            perceptron = recognise(bench) if fast and engine != "stacked" and not bf16 else None
             if engine == "auto":
-                pays = prefers_stacked(bench, at_once, perceptron is not None)
-                engine = "stacked" if pays and stackable.refusal(bench) is None else "one"
+                pays = prefers_stacked(bench, at_once, None if perceptron is None else perceptron.many)
+                reason = stackable.refusal(bench) if pays else None
+                engine = "stacked" if pays and reason is None else "one"
+                if reason is not None:
+                    say(f"clients are trained one by one: {reason}")
             elif engine == "stacked" and (reason := stackable.refusal(bench)) is not None:
                 raise InputError("engine", "stacked", f"'one' for this model: {reason}")
         self.name: EngineName = engine
@@ -245,16 +248,16 @@ class Trainer:
             yield items[first : first + size]
 
 
-def prefers_stacked(bench: Bench, together: int, fused: bool = False) -> bool:
+def prefers_stacked(bench: Bench, together: int, many: int | None = None) -> bool:
     """Return whether stacking pays: on a GPU always; on a CPU where steps are so small that their overhead dominates.
 
     Measured on two cores with 5 to 100 clients of 9 thousand to 2 million parameters: stacked multi-layer perceptrons gain up
-    to 7×, from about ten clients on; large ones and convolutions lose. Beside a loop of the model's own (`fused`) they gain
-    only with many clients of a tiny model (100 of 10 thousand parameters: 1.7×; 20 of them, or 35 thousand: nothing).
+    to 7×, from about ten clients on; large ones and convolutions lose. Beside a loop of the model's own (`fused`) they gain only
+    with `many` clients of a tiny model (100 of 10 thousand parameters: 1.7×; 20 of them, or 35 thousand: nothing).
     """
     net = bench.net
     if net.device.type != "cpu":
         return True
-    if fused:
-        return together >= MANY_CLIENTS and net.size < SMALL_MODEL
+    if many is not None:
+        return together >= many and net.size < SMALL_MODEL
     return together >= 10 and not net.has_convolution and net.size * bench.plan.batch_size < SMALL

@@ -39,7 +39,6 @@ class FedAvg(Method):
     averages: ClassVar[bool] = True
     noisy_mean: ClassVar[bool] = True
     noisy_steps: ClassVar[bool] = True
-    plain_loss: ClassVar[bool] = True
 
     mean: Literal["weighted", "uniform"] = setting("weighted", "weigh clients by their samples, or all alike")
 
@@ -73,6 +72,8 @@ class FedAvg(Method):
     def loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
         """CE(w)."""
         return self.fit(task, params, batch)
+
+    closed_form = Method.closed_form  # CE
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
         """w_k goes up; the memory stays as it is."""

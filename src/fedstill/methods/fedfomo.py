@@ -52,7 +52,7 @@ class FedFomo(FedAvg, mean="uniform"):
     epsilon: float = setting(0.3, "ε, chance that a model is sent at random instead of by affinity", least=0, most=1)
     decay: float = setting(0.05, "by how much ε falls every round", least=0)
     val: float = setting(0.2, "share of a client's training samples that only measure; 0: all do", least=0, most=0.5)
-    weights: Literal["first-order", "equal"] = setting("first-order", "how a client weighs the models")
+    weighing: Literal["first-order", "equal"] = setting("first-order", "how a client weighs the models")
 
     def init_server(self, task: Task, params: Params) -> Tree:
         """Return the clients' models and their affinities; `params` is the participants' mean."""
@@ -89,7 +89,7 @@ class FedFomo(FedAvg, mean="uniform"):
     def weigh(self, task: Task, down: Tree, memory: Tree) -> Tensor:
         """w_m, for the client's own trained model first."""
         worth = real = torch.cat([task.seen.reshape(1), down["who"] >= 0]).to(task.net.dtype)
-        if self.weights == "first-order":
+        if self.weighing == "first-order":
             theta, others = memory["before"], [memory["own"], *down["models"].values()]
             gain = self.measured(task, theta) - torch.stack([self.measured(task, m) for m in others])
             squares = [tree.square_norm(tree.sub(task.trainable(m), task.trainable(theta))) for m in others]

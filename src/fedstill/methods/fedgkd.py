@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.batch import Batch
+from ..core.closed import ClosedForm, Taught
 from ..core.method import Upload
 from ..core.settings import setting
 from ..core.task import Task
@@ -67,6 +68,10 @@ class FedGKD(FedAvg):
         logits = task.logits(params, batch)
         penalty = task.distill(local["teacher"][batch.index], logits, 1.0, batch)
         return task.fit(logits, batch) + self.gamma / 2 * penalty
+
+    def closed_form(self, task: Task, local: Tree) -> ClosedForm:
+        """CE, and w̄_t's predictions with γ/2."""
+        return ClosedForm(taught=(Taught(local["teacher"], self.gamma / 2),) if "teacher" in local else ())
 
     def merge(self, task: Task, server: Tree, uploads: Sequence[Upload]) -> Tree:
         """The mean of the w_k; the model that they started from is now a past one."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..core import terms
 from ..core.batch import Batch
+from ..core.closed import ClosedForm
 from ..core.settings import setting
 from ..core.task import Task
 from ..core.tree import Params, Tree
@@ -36,6 +37,10 @@ class FedProx(FedAvg):
     def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:
         """w ← w_t, with w_t as the anchor."""
         return {"params": down["params"], "anchor": task.trainable(down["params"])}
+
+    def closed_form(self, task: Task, local: Tree) -> ClosedForm:
+        """CE, and a pull of μ towards w_t."""
+        return ClosedForm(pull=self.mu, anchor=local["anchor"])
 
     def loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
         """CE + μ/2·‖w − w_t‖²."""

@@ -79,7 +79,12 @@ class FedRoD(FedAvg):
         real = torch.arange(len(site.index), device=site.x.device) < site.samples
         classes = torch.arange(task.net.outputs, device=site.x.device)
         counts = ((site.y[site.index].unsqueeze(1) == classes) & real.unsqueeze(1)).sum(0)
-        return {"params": down["params"], "log_n": counts.to(site.x.dtype).log(), "p": memory, "joint": down["params"]}
+        return {
+            "params": down["params"],
+            "log_n": counts.to(task.net.dtype).log(),
+            "p": memory,
+            "joint": down["params"],
+        }
 
     def phases(self, task: Task) -> tuple[Phase, ...]:
         """The generic model; then the classifier that is the sum of both heads."""

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.batch import Batch
+from ..core.closed import Ahead, ClosedForm
 from ..core.method import Phase
 from ..core.settings import setting
 from ..core.task import Task
@@ -65,6 +66,10 @@ class PerFedAvg(FedAvg, mean="uniform"):
         curved = self.hessian_times(task, w, g, task.redraw(batch, HESSIAN))
         products = tree.map(lambda h, p, at: h * (p - at), curved, task.trainable(params), task.trainable(w))
         return loss - self.alpha * tree.total(products)  # its value is 0, its gradient −α·∇²f·g
+
+    def closed_form(self, task: Task, local: Tree) -> ClosedForm | None:
+        """CE at w̃; the Hessian-free variant is left to autograd."""
+        return ClosedForm(nested=Ahead(self.alpha, INNER)) if self.variant == "fo" else None
 
     def slope(self, task: Task, params: Params, batch: Batch) -> Params:
         """∇f_k on a batch; nothing of `params` moves."""

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.batch import Batch
+from ..core.closed import ClosedForm, Taught
 from ..core.method import Upload
 from ..core.settings import setting
 from ..core.task import Task
@@ -58,6 +59,10 @@ class PFedKDWCL(FedAvg, mean="uniform"):
         logits = task.logits(params, batch)
         taught = self.tau**2 * task.distill(local["teacher"][batch.index], logits, self.tau, batch)
         return (1 - self.alpha) * task.fit(logits, batch) + self.alpha * taught
+
+    def closed_form(self, task: Task, local: Tree) -> ClosedForm:
+        """CE with 1−α, and the global model's predictions with α·T²."""
+        return ClosedForm(1 - self.alpha, (Taught(local["teacher"], self.alpha * self.tau**2, self.tau),))
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
         """θ̂_i stays; up goes ∇_w KL(p_θ̂ ‖ p_w) on the client's own data, or θ̂_i itself."""

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
-from torch.func import grad_and_value
 
 from ..core import tree
 from ..core.batch import Batch
+from ..core.closed import ClosedForm, Envelope
 from ..core.errors import InputError
 from ..core.method import Phase, Upload
 from ..core.settings import setting
@@ -73,21 +73,19 @@ class PFedMe(FedAvg, mean="uniform"):
     def step(self, task: Task, local: Tree, batch: Batch) -> tuple[Tree, Tensor]:
         """θ ← θ̃(w_k), then w_k ← w_k − η·λ·(w_k − θ)."""
         w = task.trainable(local["params"])
-        rest = {name: value for name, value in local["params"].items() if name not in w}
-
-        def objective(theta: Params, rest: Params) -> tuple[Tensor, Params]:
-            copies = {name: value.clone() for name, value in rest.items()}
-            return self.fit(task, {**theta, **copies}, batch), copies
-
-        slope, theta, first = grad_and_value(objective, has_aux=True), w, None
+        theta, first = local["params"], None
         for _ in range(self.k):
-            grads, (loss, rest) = slope(theta, rest)
+            grads, loss, buffers = task.gradient(lambda p, b: self.fit(task, p, b), theta, batch)
             first = loss if first is None else first
-            theta = {n: t - self.personal_lr * self._pull(task, grads[n], t, w[n]) for n, t in theta.items()}
+            moved = {n: theta[n] - self.personal_lr * self._pull(task, grads[n], theta[n], w[n]) for n in w}
+            theta = {**theta, **buffers, **moved}
         assert first is not None
-        moved = {name: w[name] - task.lr * self.lam * (w[name] - theta[name]) for name in w}
-        models = {"params": {**moved, **rest}, "theta": {**theta, **rest}}
-        return {model: {name: state[name] for name in local[model]} for model, state in models.items()}, first
+        nearer = {name: w[name] - task.lr * self.lam * (w[name] - theta[name]) for name in w}
+        return {"params": {**theta, **nearer}, "theta": theta}, first
+
+    def closed_form(self, task: Task, local: Tree) -> ClosedForm:
+        """CE, in an envelope."""
+        return ClosedForm(nested=Envelope(self.lam, self.k, self.personal_lr, task.lr, "theta"))
 
     def _pull(self, task: Task, grad: Tensor, theta: Tensor, w: Tensor) -> Tensor:
         """∇f_B(θ) + λ·(θ − w), with weight decay."""

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from ..core import terms, tree
 from ..core.batch import Batch
+from ..core.closed import ClosedForm, Taught
 from ..core.errors import InputError
 from ..core.method import Phase, Upload
 from ..core.settings import setting
@@ -77,6 +78,11 @@ class SelfDistillation(FedAvg, mean="uniform"):
         """R = τ²·KL(q_τ(v_k) ‖ q_τ(w))."""
         scale = self.tau**2 if self.scale_by_temperature else 1.0
         return scale * task.distill(self.taught(task, local, batch), logits, self.tau, batch)
+
+    def closed_form(self, task: Task, local: Tree) -> ClosedForm | None:
+        """CE, and v_k's predictions with λ·τ²."""
+        weight = float(local["lam"]) * (self.tau**2 if self.scale_by_temperature else 1.0)
+        return ClosedForm(taught=(Taught(local["teacher"], weight, self.tau),))
 
     def taught(self, task: Task, local: Tree, batch: Batch) -> Tensor:
         """Return v_k's logits for the batch."""
@@ -202,6 +208,14 @@ class PFedSD(SelfDistillation):
         if self.teacher_mode == "train":
             return task.beside(local["past"], batch, TEACHER)
         return super().taught(task, local, batch)
+
+    def closed_form(self, task: Task, local: Tree) -> ClosedForm | None:
+        """That of Algorithm 1 with the past model's predictions, or with ‖w − v_k‖²; else there is none."""
+        if self.regulariser == "l2":
+            return ClosedForm(pull=float(local["lam"]), anchor=local["v"])
+        if self.regulariser != "kl" or self.teacher_mode == "train":
+            return None
+        return super().closed_form(task, local)
 
     def penalty(self, task: Task, params: Params, logits: Tensor, local: Tree, batch: Batch) -> Tensor:
         """R, by the regulariser."""

@@ -21,7 +21,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from ..core import terms, tree
@@ -62,24 +61,40 @@ class SpectralCoDistillation(FedAvg):
     def phases(self, task: Task) -> tuple[Phase, ...]:
         """The generic model, then the personal one."""
         return (
-            Phase(epochs=self.generic_epochs, model="params", loss=self.generic_loss),
-            Phase(epochs=self.personal_epochs, model="personal", loss=self.personal_loss, lr=self.personal_lr or None),
-        )
+            Phase(epochs=self.generic_epochs, model="params", loss=self.generic_loss, enter=self.hold_personal),
+            Phase(
+                epochs=self.personal_epochs, model="personal", loss=self.personal_loss, lr=self.personal_lr or None,
+                enter=self.hold_generic,
+            ),
+        )  # fmt: skip
+
+    def hold_personal(self, task: Task, local: Tree) -> Tree:
+        """s(w_p), which stays as it is while w_G trains."""
+        return self.held(task, local, "personal", self.lam_g)
+
+    def hold_generic(self, task: Task, local: Tree) -> Tree:
+        """s(w_G), as it was trained."""
+        return self.held(task, local, "params", self.lam_p)
+
+    def held(self, task: Task, local: Tree, name: str, lam: float) -> Tree:
+        """Return `local` with the spectrum of one of its models, which a phase needs in every step and never changes."""
+        if lam == 0:
+            return local
+        return {**local, "spectrum": terms.spectrum(task.trainable(local[name]), self.transform)}
 
     def generic_loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
         """CE(w_G) + λ_G·D(ŝ(w_G) ‖ ŝ(w_p))."""
-        return self.fit(task, params, batch) + self.penalty(task, params, local["personal"], self.lam_g, self.tau)
+        return self.fit(task, params, batch) + self.penalty(task, params, local, self.lam_g, self.tau)
 
     def personal_loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
         """CE(w_p) + λ_p·D(s(w_p) ‖ s(w_G))."""
-        return self.fit(task, params, batch) + self.penalty(task, params, local["params"], self.lam_p, 1.0)
+        return self.fit(task, params, batch) + self.penalty(task, params, local, self.lam_p, 1.0)
 
-    def penalty(self, task: Task, params: Params, other: Params, lam: float, share: float) -> Tensor | float:
-        """Return λ·D, without any work where λ is 0."""
+    def penalty(self, task: Task, params: Params, local: Tree, lam: float, share: float) -> Tensor | float:
+        """Return λ·D from the other model's spectrum, without any work where λ is 0."""
         if lam == 0:
             return 0.0
-        p, q = task.trainable(params), tree.map(torch.detach, task.trainable(other))
-        return lam * terms.spectral(p, q, share, self.divergence, self.transform)
+        return lam * terms.spectral(task.trainable(params), local["spectrum"], share, self.divergence, self.transform)
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
         """w_G goes up, w_p stays."""

@@ -1,16 +1,21 @@
-"""Models by name: plain `nn.Module`s that name their head (`head_modules`) and adapt to the shape of the samples."""
+"""Models by name: plain `nn.Module`s that name their head (`head_modules`) and adapt to the shape of the samples.
+
+Besides those that come with fedstill there are timm's (`timm:NAME`), those of transformers (`hf:NAME`, `hf:FOLDER`) and code of
+one's own (`net.py:Net`, `package.module:Net`).
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from ..core import own
 from ..core.errors import InputError, first_line, nearest
+from . import arguments, from_hf, from_timm
 from .alexnet import AlexNet
 from .cnn import CNN, LeNet5
 from .digits import DigitsCNN
@@ -51,16 +56,49 @@ MODELS: dict[str, tuple[Builder, str]] = {
 }
 
 
-def build(name: str, shape: Sequence[int], classes: int, seed: int = 0) -> nn.Module:
-    """Build a model for samples of this shape; the same seed gives the same weights, and global generators are untouched."""
+OTHERS = {
+    "timm:NAME": "a model of timm, as timm:vit_tiny_patch16_224; its size of images is the samples' (extra vision)",
+    "hf:NAME": "a model of transformers, as hf:bert-tiny, hf:bert, or hf:FOLDER with config.json (extra hf)",
+    "FILE.py:NET": "a class of your own, or MODULE:NET",
+}
+LIBRARIES: dict[str, Callable[[str, Sequence[int], int, Mapping[str, Any]], nn.Module]] = {
+    "timm": from_timm.build,
+    "hf": from_hf.build,
+}
+
+
+def build(name: str, shape: Sequence[int], classes: int, seed: int = 0, given: str = "") -> nn.Module:
+    """Build a model for samples of this shape, with arguments as in `--model-args`.
+
+    The same seed gives the same weights, and global generators are untouched.
+    """
+    taken = arguments.parse(given)
+    library, _, rest = name.partition(":")
+    if library in LIBRARIES:
+        return seeded(lambda: LIBRARIES[library](rest, shape, classes, taken), seed)
     if own.is_reference(name):
-        return seeded(lambda: _own(name, shape, classes), seed)
+        return seeded(lambda: _own(name, shape, classes, taken), seed)
     if name not in MODELS:
-        raise InputError("model", name, f"a known model: {nearest(name, MODELS)}")
+        also = "; or timm:NAME, hf:NAME, FILE.py:CLASS, MODULE:CLASS"
+        raise InputError("model", name, f"a known model: {nearest(name, MODELS)}{also}")
+    if taken:
+        raise InputError("model_args", given, f"left out: {name} takes none")
     return seeded(lambda: MODELS[name][0](shape, classes), seed)
 
 
-def _own(reference: str, shape: Sequence[int], classes: int) -> nn.Module:
+def settled(name: str) -> str:
+    """Return a name as it is kept with results: code with its checksum, a folder by its whole path.
+
+    >>> settled("mlp"), settled("hf:bert-tiny")
+    ('mlp', 'hf:bert-tiny')
+    """
+    library, _, rest = name.partition(":")
+    if library == "hf":
+        return f"hf:{from_hf.place(rest)}"
+    return own.reference_of(own.load("model", name)) if own.is_reference(name) else name
+
+
+def _own(reference: str, shape: Sequence[int], classes: int, taken: Mapping[str, Any]) -> nn.Module:
     """Build a model of one's own: a class or function that takes nothing, or the samples' shape and the number of classes."""
     make = own.load("model", reference)
     if not (inspect.isfunction(make) or (isinstance(make, type) and issubclass(make, nn.Module))):
@@ -69,7 +107,7 @@ def _own(reference: str, shape: Sequence[int], classes: int) -> nn.Module:
         required = [
             p for p in inspect.signature(make).parameters.values() if p.default is p.empty and p.kind in POSITIONAL
         ]
-        model = make(shape, classes) if required else make()
+        model = make(shape, classes, **taken) if required else make(**taken)
     except Exception as error:
         right = f"one that can be built with (shape, classes), or with nothing ({type(error).__name__}: {first_line(error)})"
         raise InputError("model", reference, right) from error

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -85,3 +85,29 @@ class Constants:
             for name, value in self.tensors.items():
                 value.copy_(values[name])
         self._note()
+
+
+def slots(module: nn.Module, tied: dict[str, str]) -> list[Slot]:
+    """Return for each entry of the state its name, the dictionary of the module that owns it, and the key there."""
+    found: list[Slot] = []
+    modules = dict(module.named_modules(remove_duplicate=False))
+    for name in module.state_dict(keep_vars=True):
+        path, _, leaf = name.rpartition(".")
+        owner = modules[path]
+        found.append((tied[name], owner._parameters if leaf in owner._parameters else owner._buffers, leaf))
+    return found
+
+
+def written(buffers: Sequence[str], before: Params, after: Params, statistics: Sequence[Tensor]) -> set[str]:
+    """Return the buffers that a pass wrote to, by two copies of the state, of which it was given one.
+
+    `statistics` are those that BatchNorms took in training: torch's own does not count its writing as a change in place.
+    """
+    moved = {id(value) for value in statistics}
+    return {
+        name
+        for name in buffers
+        if id(after[name]) in moved
+        or after[name]._version != before[name]._version
+        or not torch.equal(after[name], before[name])
+    }

@@ -3,14 +3,19 @@
 The module is never changed: a private copy serves as a skeleton into which each call puts the tensors it is given. A torch
 function mode (`mode.py`), active only where the model needs it, replaces some operations:
 
-- dropout draws its mask from (seed, round, client, step, layer), not from a global generator;
+- dropout, stochastic depth and other noise of training draw from (seed, round, client, step, layer), not from a global
+  generator (`draws.py`);
 - BatchNorm leaves padding out of its statistics (and survives a batch of one sample: its variance is then 0);
 - in a stack, convolutions with weights for each client use the algorithm that was measured to be fastest; one client's 5×5
   convolutions on a CPU use Winograd's algorithm;
+- within `torch.func` attention is plain products and recurrent layers go step by step, since the fused kernels cannot be
+  vmapped; encoder layers have no fast path in evaluation, whose numbers are others;
 - with `bf16`, convolutions and linear layers multiply bfloat16 numbers and activations stay in bfloat16; weights, their updates,
   BatchNorm's statistics and the logits keep their precision.
 
 Which of these apply is an `Execution`, fixed when a view of the net is made (`Net.under`).
+
+The output may be a tensor, what has `.logits`, a mapping with "logits", or a tuple that begins with it.
 
 Running statistics are updated in place on the tensors that were passed in; callers pass copies.
 
@@ -33,9 +38,13 @@ from torch import Tensor, nn
 from ..core.errors import InputError, Shown, first_line
 from ..core.tree import Params
 from .channels import Channels, follow
-from .constants import Constants, Slot
-from .mode import AS_WRITTEN, Execution, ExecutionMode
+from .constants import Constants, slots, written
+from .mode import AS_WRITTEN, Execution, ExecutionMode, transformed
 from .pool_first import Forward, pool_first
+from .probe import Output, logits_of, look
+from .watch import Watch
+
+FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
 class Net:
@@ -75,12 +84,15 @@ class Net:
         for name, value in state.items():
             first.setdefault(id(value), name)
         self._tied = {name: first[id(value)] for name, value in state.items()}
-        self._all_slots = {train: _slots(m, self._tied) for train, m in both.items()}
+        self._all_slots = {train: slots(m, self._tied) for train, m in both.items()}
         self._settle(())
         norms = [m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.has_batchnorm = bool(norms)
         self.cumulative = any(m.momentum is None and m.track_running_stats for m in norms)
-        self.has_dropout, self.outputs = True, 0  # until `probe` has looked
+        self.has_fast_path = any(isinstance(m, FAST_PATHS) for m in self.module.modules())
+        self.has_draws = self.has_composites = True  # until `probe` has looked
+        self.axes: dict[int, int] = {}  # of draws whose first axis is not the samples'
+        self.outputs = 0
         self.device, self.dtype = device, dtype
         self._channels: Channels | None = None
         self.size = sum(p.numel() for p in self.module.parameters())
@@ -105,8 +117,8 @@ class Net:
         """Make these entries of the state constants: the tensors of `module`, which both skeletons share from now on."""
         state = self.module.state_dict(keep_vars=True)
         own = [name for name in state if self._tied[name] == name]
-        slots = [slot for both in self._all_slots.values() for slot in both]
-        self.fixed = Constants({name: state[name] for name in own if name in constants}, slots)
+        places = [slot for both in self._all_slots.values() for slot in both]
+        self.fixed = Constants({name: state[name] for name in own if name in constants}, places)
         self.names = tuple(name for name in own if name not in self.constants)
         self.buffers = tuple(name for name in self.names if name not in self.parameters)
         self._slots = {train: [s for s in all if s[0] not in self.constants] for train, all in self._all_slots.items()}
@@ -116,30 +128,11 @@ class Net:
         """The entries of the state that are in no tree."""
         return self.fixed.tensors
 
-    def twin(self, dtype: torch.dtype) -> Net:
-        """Return a net of the same module, with the same constants, in another precision."""
-        twin = Net(self.module, self.device, dtype)
-        twin._settle(self.constants)
-        return twin
-
     def channels(self) -> Channels:
         """Return the model's layers by channel; its graph is followed once."""
         if self._channels is None:
             self._channels = follow(copy.deepcopy(self.module), self.example)
         return self._channels
-
-    def _try(self, x: Tensor, mode: ExecutionMode) -> tuple[Tensor, Params, set[str]]:
-        """Run a training pass from the initial weights; return its output, the state after it, and the buffers it wrote to."""
-        params, before = self.initial(), self.initial()
-        versions = {name: params[name]._version for name in self.buffers}
-        out = self._forward(params, x, True, mode)
-        written = {id(value) for value in mode.statistics}  # torch's own BatchNorm does not count as a change
-        changed = {n for n, v in versions.items() if params[n]._version != v or not torch.equal(params[n], before[n])}
-        for name, owner, leaf in self._slots[True]:
-            if owner[leaf] is not params[name]:
-                right = "updated in place (copy_, mul_, add_): an assignment in forward would be lost"
-                raise InputError("model", Shown(f"buffer {name}"), right)
-        return out, params, changed | {name for name in self.buffers if id(params[name]) in written}
 
     def under(self, execution: Execution, rewrite: Callable[[nn.Module], Forward | None] = pool_first) -> Net:
         """Return a view that is executed this way: it shares the skeleton, and this net stays as it is.
@@ -160,10 +153,10 @@ class Net:
 
     def _gives_the_same(self, train: bool, forward: Forward) -> bool:
         """Return whether output, gradients and buffers are the same bits as those of the module as it is written."""
-        written, trial = copy.copy(self), copy.copy(self)
-        written._rewritten, trial._rewritten = {}, {train: forward}
+        plain, trial = copy.copy(self), copy.copy(self)
+        plain._rewritten, trial._rewritten = {}, {train: forward}
         try:
-            expected, results = written._slopes(train), trial._slopes(train)
+            expected, results = plain._slopes(train), trial._slopes(train)
         except Exception:
             return False
         return all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
@@ -240,11 +233,14 @@ class Net:
             return self._forward({**self.initial(), **params}, zeros, train, mode, as_written=True)
 
     def _mode(self, key: Tensor | None, mask: Tensor | None, train: bool, rows: int) -> ExecutionMode | None:
+        """Return the mode to run in; None where the model as written does the same, which is faster."""
         execution = self.execution
-        keyed = train and (self.has_dropout or (self.has_batchnorm and (mask is not None or rows == 1)))
-        if not keyed and execution.lowering is None and not execution.bf16 and execution.winograd is None:
+        keyed = train and (self.has_draws or (self.has_batchnorm and (mask is not None or rows == 1)))
+        plain = (self.has_composites or self.has_draws) and (execution.plain or transformed())
+        lowered = execution.lowering is not None or execution.bf16 or execution.winograd is not None
+        if not (keyed or plain or lowered or self.has_fast_path):
             return None
-        return ExecutionMode(key, mask, execution)
+        return ExecutionMode(key, mask, execution, self.axes)
 
     @contextlib.contextmanager
     def _hooked(
@@ -292,78 +288,52 @@ class Net:
         module = submodule or (self._training if train else self._evaluating)
         forward = self._rewritten.get(train) if submodule is None and not as_written else None
         call = module if forward is None else functools.partial(forward, module)
-        with mode or contextlib.nullcontext():
-            out: Tensor = call(x)
+        with contextlib.nullcontext() if mode is None else mode:
+            out = call(x)
         if self.fixed.buffers:
             self.fixed.check()
+        out = out if isinstance(out, Tensor) else logits_of(out)
         return out.to(self.dtype) if self.execution.bf16 else out
 
+    # ---- before any work -----------------------------------------------------------------------------------------------
     def probe(self, x: Tensor, output: tuple[int, ...], exact: bool = False) -> None:
         """Run one and two samples through the model and refuse what cannot be trained reproducibly, before any work.
 
         `output` is the shape that a sample's output should have; unless `exact`, the last number may be larger.
         """
-        name = Shown(type(self.module).__name__)
-        pair = torch.cat([x[:1], x[:1]]) if len(x) < 2 else x[:2]
-        watch = ExecutionMode(torch.zeros((), dtype=torch.int64, device=x.device), None)
-        hidden = _hidden_buffers(self._training)
-        with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []), torch.no_grad():
-            before = _generator_state(x.device)
-            try:
-                self._settle(())
-                logits, params, moved = self._try(pair, watch)
-                lone, _, more = self._try(pair[:1], ExecutionMode(watch.key, None))
-                versions = {buffer: params[buffer]._version for buffer in self.buffers}
-                scored, alone = self(params, pair, train=False), self(params, pair[:1], train=False)
-                moved |= more | {buffer for buffer, version in versions.items() if params[buffer]._version != version}
-            except InputError:
-                raise
-            except Exception as error:
-                shape = "×".join(map(str, x.shape[1:]))
-                reason = first_line(error)
-                raise InputError("model", name, f"a model that takes samples of shape {shape} ({reason})") from error
-            if not torch.equal(before, _generator_state(x.device)):
-                right = "free of randomness other than nn.Dropout and nn.Dropout1d/2d/3d in training"
-                raise InputError("model", name, right)
-        for rows, out in ((2, logits), (1, lone), (2, scored), (1, alone)):
-            got = tuple(out.shape) if isinstance(out, Tensor) else ()
-            fits = got[:-1] == (rows, *output[:-1]) and (got[-1] == output[-1] or (not exact and got[-1] > output[-1]))
-            if not fits:
-                shown = got or type(out).__name__
-                right = f"a model with an output of shape [batch, {', '.join(map(str, output))}]"
-                raise InputError("model", Shown(f"{name} with output {shown} for {rows} samples"), right)
-        slack = 1e-9 if scored.dtype == torch.float64 else 1e-3
-        if (scored[:1] - alone).abs().max() > slack * (1 + alone.abs().max()):
-            right = (
-                "one whose evaluation takes each sample by itself (BatchNorm with track_running_stats=True, for one)"
-            )
-            raise InputError("model", name, right)
-        changed = [n for n, v in _hidden_buffers(self._training).items() if not torch.equal(v, hidden[n])]
-        if changed:
-            right = "persistent if training changes it: what a state dict leaves out would be lost"
-            raise InputError("model", Shown(f"buffer {changed[0]}"), right)
-        self.has_dropout, self.example = watch.dropouts > 0, pair
-        self.has_batchnorm = self.has_batchnorm or watch.norms > 0  # also one that a forward pass calls by itself
-        self.outputs = int(logits.shape[-1])
-        self._settle(set(self.buffers) - moved)
+        self._settle(())
+        seen = look(self, x, Output(output, exact), self.dtype)
+        self.example, self.outputs, self.axes = seen.example, seen.outputs, seen.axes
+        self.has_draws, self.has_composites = seen.draws, seen.composites
+        self.has_batchnorm = self.has_batchnorm or seen.norms  # also one that a forward pass calls by itself
+        self._settle(set(self.buffers) - seen.written)
 
+    def watched(self, x: Tensor, train: bool) -> tuple[Any, Watch]:
+        """Run a pass from the initial weights under a watch; return the output and the watch."""
+        params, before = self.initial(), self.initial()
+        watch = Watch(torch.zeros((), dtype=torch.int64, device=x.device) if train else None, x.device)
+        with watch.over(self._training if train else self._evaluating):
+            out = self._forward(params, x, train, watch)
+        for name, owner, leaf in self._slots[train]:
+            if owner[leaf] is not params[name]:
+                right = "updated in place (copy_, mul_, add_): an assignment in forward would be lost"
+                raise InputError("model", Shown(f"buffer {name}"), right)
+        watch.written = written(self.buffers, before, params, watch.statistics)
+        return out, watch
 
-def _slots(module: nn.Module, tied: dict[str, str]) -> list[Slot]:
-    """Return for each entry of the state its name, the dictionary of the module that owns it, and the key there."""
-    slots: list[Slot] = []
-    modules = dict(module.named_modules(remove_duplicate=False))
-    for name in module.state_dict(keep_vars=True):
-        path, _, leaf = name.rpartition(".")
-        owner = modules[path]
-        slots.append((tied[name], owner._parameters if leaf in owner._parameters else owner._buffers, leaf))
-    return slots
+    def hidden(self) -> Params:
+        """Return copies of the buffers that a state dict leaves out, as training passes left them."""
+        state = set(self._training.state_dict())
+        return {name: value.clone() for name, value in self._training.named_buffers() if name not in state}
 
-
-def _hidden_buffers(module: nn.Module) -> Params:
-    """Return copies of the buffers that a state dict leaves out."""
-    state = set(module.state_dict())
-    return {name: value.clone() for name, value in module.named_buffers() if name not in state}
-
-
-def _generator_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    def twin(self, dtype: torch.dtype) -> Net:
+        """Return a net of the same module in another precision, with the same constants and what `probe` has found."""
+        twin = Net(self.module, self.device, dtype)
+        twin.has_draws, twin.has_composites, twin.has_batchnorm = (
+            self.has_draws,
+            self.has_composites,
+            self.has_batchnorm,
+        )
+        twin.axes, twin.outputs = self.axes, self.outputs
+        twin._settle(self.constants)
+        return twin

@@ -17,8 +17,9 @@ from ..core.task import Split
 def by_head(module: nn.Module, head: str | Sequence[str] | None) -> Split | None:
     """Divide a model at its head: the modules named by `head`, or those the model itself names.
 
-    A model names its head by an attribute `head_modules` (a name or several), or by calling a module `head`.
-    None where neither is there: then only methods that need no head can run.
+    A model names its head by an attribute `head_modules` (a name or several), by `get_classifier()` as timm's do, by calling a
+    module `head`, or by calling the last one with parameters what torchvision and transformers call it (`LAST`). None where it
+    does not: then only methods that need no head can run.
     """
     names = _head_names(module, head)
     if names is None:
@@ -52,10 +53,26 @@ def by_type(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> frozenset[
     return frozenset(entry for entry in module.state_dict(keep_vars=True) if entry.rpartition(".")[0] in set(owners))
 
 
+LAST = ("classifier", "fc", "heads", "score")  # what the last module is called in torchvision and transformers
+
+
+def _by_custom(module: nn.Module) -> list[str] | None:
+    """Return the name of the head as libraries give it; None where it is not found."""
+    give = getattr(module, "get_classifier", None)
+    classifier = give() if callable(give) else None
+    found = [name for name, part in module.named_modules() if part is classifier and name]
+    if found and next(module.get_submodule(found[0]).parameters(), None) is not None:
+        return found
+    if isinstance(getattr(module, "head", None), nn.Module):
+        return ["head"]
+    owners = [name for name, part in module.named_children() if next(part.parameters(), None) is not None]
+    return owners[-1:] if owners[-1:] and owners[-1] in LAST and len(owners) > 1 else None
+
+
 def _head_names(module: nn.Module, head: str | Sequence[str] | None) -> list[str] | None:
     named = head or getattr(module, "head_modules", None)
     if named is None:
-        return ["head"] if isinstance(getattr(module, "head", None), nn.Module) else None
+        return _by_custom(module)
     names: list[Any] = list(named) if isinstance(named, list | tuple) else [named]
     if not all(isinstance(name, str) for name in names):
         raise InputError("head", named, "the name of a module, or several names")

@@ -49,7 +49,7 @@ def compare_figure(
     figure = begin(16.0 if watched else 11.5, max(4.6, 2.2 + 0.42 * len(runs)))
     left, right, *third = figure.subplots(1, 3 if watched else 2, width_ratios=(1.25, 1, 1) if watched else (1.25, 1))
     contract = Evaluation.by(next(iter(runs.values()))[0].training)
-    final = {label: float(np.mean([Evaluation().of(run.history) for run in seeds])) for label, seeds in runs.items()}
+    final = {label: float(np.mean([Evaluation().of(run.kept) for run in seeds])) for label, seeds in runs.items()}
     history = next(iter(runs.values()))[0].history
     measure, plain = contract.measure(history), Evaluation().measure(history)
     order = sorted(runs, key=lambda label: -plain.rank(final[label]))
@@ -203,10 +203,10 @@ def _gaps(run: Run) -> dict[int, float]:
 
 
 def _by_round(runs: Sequence[Run], key: str) -> tuple[list[int], NDArray[np.float64]]:
-    """Return the rounds that were scored, and a row of numbers for each run."""
-    histories = [[record for record in run.history if key in record] for run in runs]
-    rounds = [int(record["round"]) for record in histories[0]]
-    return rounds, np.array([[float(record[key]) for record in history] for history in histories])
+    """Return the rounds that every run has scored, and a row of numbers for each run."""
+    values = [{int(record["round"]): float(record[key]) for record in run.history if key in record} for run in runs]
+    rounds = sorted(set.intersection(*(set(each) for each in values)))
+    return rounds, np.array([[each[t] for t in rounds] for each in values])
 
 
 def _by_contract(runs: Sequence[Run], contract: Evaluation) -> tuple[list[int], NDArray[np.float64]]:
@@ -252,8 +252,15 @@ def _clients(
     axes.tick_params(axis="y", length=0)
 
 
-def bubbles(counts: Counts, path: str | Path, title: str = "", note: str = "") -> None:
-    """Draw clients × classes, each bubble's area proportional to the number of samples."""
+def bubbles(
+    counts: Counts,
+    path: str | Path,
+    title: str = "",
+    note: str = "",
+    names: Sequence[str] = (),
+    labels: Sequence[str] = (),
+) -> None:
+    """Draw clients × classes, each by its name where it has one; a bubble's area is proportional to the number of samples."""
     total, classes = counts.shape
     counts = counts[:CLIENTS]
     clients = len(counts)
@@ -268,6 +275,10 @@ def bubbles(counts: Counts, path: str | Path, title: str = "", note: str = "") -
     axes.set_ylim(-0.8, classes - 0.2)
     axes.set_xticks(range(0, clients, 1 if clients <= 40 else 5))
     axes.set_yticks(range(0, classes, 1 if classes <= 40 else 5))
+    if names and clients <= 40:
+        axes.set_xticklabels(names[:clients], rotation=90 if max(map(len, names)) > 3 else 0)
+    if labels and classes <= 40:
+        axes.set_yticklabels(labels[:classes])
     axes.set_xlabel("client")
     axes.set_ylabel("class")
     axes.set_axisbelow(True)

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import TypeAlias
 
 Columns: TypeAlias = Sequence[tuple[str, Sequence[str]]]
 
 GAP = 2  # blanks between columns
-FIRST = ("steps", "FLOPs", "B", "seconds", "per sample")  # are left out, in this order; units without their prefix
-LAST = ("ε", "worst 10 %", "generic", "seeds")  # and these when nothing else is left
-ALWAYS = ("personal", "score")  # never, as the first column never is
 
 
-def fit(cells: Columns, width: int | None) -> tuple[list[tuple[str, Sequence[str]]], list[str]]:
+@dataclass(frozen=True)
+class Order:
+    """Which columns of a table matter less than others, by their headings; units are without their prefix."""
+
+    first: tuple[str, ...] = ()  # are left out, in this order
+    last: tuple[str, ...] = ()  # and these when nothing else is left
+    always: tuple[str, ...] = ()  # never, as the first column never is
+
+
+RESULTS = Order(
+    ("steps", "FLOPs", "B", "seconds", "per sample"),
+    ("ε", "worst 10 %", "generic", "seeds"),
+    ("personal", "score"),
+)
+
+
+def fit(cells: Columns, width: int | None, order: Order = RESULTS) -> tuple[list[tuple[str, Sequence[str]]], list[str]]:
     """Return the columns that a line of so many signs has room for, and the headings of those left out; None: all.
 
     >>> table = [("method", ["fedavg"]), ("personal %", ["91.2"]), ("seconds", ["3.0"]), ("kB", ["70"])]
@@ -23,31 +37,54 @@ def fit(cells: Columns, width: int | None) -> tuple[list[tuple[str, Sequence[str
     >>> fit(table, 30)[1], fit(table, 31)[1]
     (['kB'], [])
     """
-    shown = list(cells)
-    optional = [i for i, (heading, _) in enumerate(cells) if i and _name(heading) not in ALWAYS]
-    optional.sort(key=partial(_rank, cells))
-    while width is not None and optional and _width(shown) > width:
-        shown.remove(cells[optional.pop(0)])
-    return shown, [column[0] for column in cells if column not in shown]
+    shown = list(range(len(cells)))
+    optional = [i for i in shown if i and _known(cells[i][0], order) not in order.always]
+    optional.sort(key=lambda i: _rank(cells[i][0], i, order))
+    while width is not None and optional and _width([cells[i] for i in shown]) > width:
+        shown.remove(optional.pop(0))
+    return [cells[i] for i in shown], [heading for i, (heading, _) in enumerate(cells) if i not in shown]
 
 
 def _width(cells: Columns) -> int:
     return sum(max(map(len, (heading, *texts))) for heading, texts in cells) + GAP * (len(cells) - 1)
 
 
-def _rank(cells: Columns, number: int) -> tuple[int, int]:
+def _rank(heading: str, number: int, order: Order) -> tuple[int, int]:
     """Return when a column is left out; those of equal rank are from the right."""
-    heading = _name(cells[number][0])
-    if heading in LAST:
-        return len(FIRST) + 1 + LAST.index(heading), -number
-    unit = heading[1:] if heading[:1] in tuple("kMGT") else heading
-    return FIRST.index(unit) if unit in FIRST else len(FIRST), -number
+    unit = _known(heading, order)
+    if unit in order.last:
+        return len(order.first) + 1 + order.last.index(unit), -number
+    return order.first.index(unit) if unit in order.first else len(order.first), -number
 
 
-def _name(heading: str) -> str:
-    """Return a heading without what its numbers are: "personal %" and "personal MAE" are personal."""
-    name, _, mark = heading.rpartition(" ")
-    return name if name in (*FIRST, *LAST, *ALWAYS) and mark else heading
+def _known(heading: str, order: Order) -> str:
+    """Return a heading without its prefix, or without what its numbers are: "personal MAE" is personal."""
+    name, known = heading.rpartition(" ")[0], (*order.first, *order.last, *order.always)
+    return name if name in known else _unit(heading)
+
+
+def _unit(heading: str) -> str:
+    """Return a heading without the prefix of its unit.
+
+    >>> _unit("MFLOPs"), _unit("k numbers"), _unit("steps")
+    ('FLOPs', 'numbers', 'steps')
+    """
+    return heading[1:].strip() if heading[:1] in tuple("kMGT") else heading
+
+
+def hanging(head: str, text: str, width: int | None) -> str:
+    """Return a name and what it is, further lines below the first one's text; None: one line.
+
+    >>> print(hanging("  run   ", "one method, by name or file", 26))
+      run   one method, by
+            name or file
+    """
+    if width is None:
+        return head + text
+    blank = " " * len(head) if len(head) < width // 2 else "    "
+    return textwrap.fill(
+        text, width, initial_indent=head, subsequent_indent=blank, break_on_hyphens=False, break_long_words=False
+    )
 
 
 def explained(notes: Sequence[str], left_out: Sequence[str]) -> list[str]:

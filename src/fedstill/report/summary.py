@@ -99,8 +99,10 @@ def _numbers(run: Run) -> dict[str, Any]:
     newcomers = {"newcomers": list(run.newcomers)} if run.newcomers else {}
     attackers = {"attackers": list(run.attackers)} if run.attackers else {}
     rejected = {"rejected": {str(k): len(reasons) for k, reasons in run.rejected.items()}} if run.rejected else {}
+    kept = {"kept": run.task.round, "rounds": len(run.history)} if run.training.patience else {}
     return {
         **values,
+        **kept,
         **newcomers,
         **attackers,
         **rejected,

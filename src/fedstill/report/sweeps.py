@@ -44,7 +44,7 @@ def sweep_figure(fields: Sequence[str], points: Points, path: str | Path, facts:
 
 def _score(run: Run) -> float | None:
     own = own_score(run)
-    return Evaluation().of(run.history) if own is None and Evaluation.by(run.training) == Evaluation() else own
+    return Evaluation().of(run.kept) if own is None and Evaluation.by(run.training) == Evaluation() else own
 
 
 def _curve(axes: Axes, field: str, scores: Mapping[Any, Sequence[float]], measure: Measure) -> None:

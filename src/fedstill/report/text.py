@@ -100,8 +100,8 @@ class ResultRow:
 
 
 def scored(run: Run) -> dict[str, Any]:
-    """Return the record of the last round that was scored."""
-    return next(record for record in reversed(run.history) if "personal_clients" in record)
+    """Return the record of the last round that was scored, of those that count."""
+    return next(record for record in reversed(run.kept) if "personal_clients" in record)
 
 
 def seconds(run: Run) -> float:
@@ -165,7 +165,7 @@ def _row(label: str, runs: Sequence[Run], several_seeds: bool) -> ResultRow:
     """Return one row; the spread is that over clients where no row has several seeds."""
     records = [scored(run) for run in runs]
     contract, first = Evaluation(), runs[0]
-    personal = stat_of([contract.of(run.history) for run in runs])
+    personal = stat_of([contract.of(run.kept) for run in runs])
     metrics = [name for metric in metrics_in(records[0]) for name in (f"personal_{metric}", f"generic_{metric}")]
     if not several_seeds:
         personal = Stat(personal.value, float(records[0]["personal_std"]))
@@ -323,6 +323,7 @@ def notes(runs: Sequence[Run], results: Sequence[ResultRow], facts: Facts = UNKN
     return [
         *lines,
         *differing,
+        *stopped_lines(grouped(runs)),
         *server_lines(grouped(runs)),
         *time_lines(grouped(runs)),
         *privacy_lines(grouped(runs)),
@@ -347,6 +348,37 @@ def _values(runs: Sequence[Run], name: str) -> str:
     """Format the distinct values of a field in the runs."""
     values = dict.fromkeys(getattr(run.training, name) for run in runs)
     return " or ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+
+
+def stopped_lines(groups: Mapping[str, Sequence[Run]]) -> list[str]:
+    """Say of runs with patience after which round each ended and which one's models and numbers it keeps."""
+    lines = []
+    for label, runs in groups.items():
+        training = runs[0].training
+        if not training.patience:
+            continue
+        ends = [len(run.history) for run in runs]
+        kept = [run.task.round for run in runs]
+        stopped = any(run.stopped for run in runs)
+        lines.append(
+            stopped_line(
+                label, ends, kept, training.rounds if stopped else 0, training.patience, Evaluation.by(training)
+            )
+        )
+    return lines
+
+
+def stopped_line(
+    label: str, ends: Sequence[int], kept: Sequence[int], of: int, patience: int, contract: Evaluation
+) -> str:
+    """Say after which of `of` rounds each seed's run has stopped (0: none stopped early), and which round's results these are."""
+    ended = f"stopped after round {_listed(ends)} of {of}" if of else f"ran all {max(ends)} rounds"
+    which = f"models and numbers are those of round {_listed(kept)}"
+    return f"{label}: {ended}; {which} ({contract}, patience {patience})"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def server_lines(groups: Mapping[str, Sequence[Run]]) -> list[str]:
@@ -388,11 +420,17 @@ def rejection_lines(groups: Mapping[str, Sequence[Run]]) -> list[str]:
             first, *others = {re.sub(r"[\d.e+-]+", "#", reason): reason for reason in reversed(reasons)}.values()
             more = f"; and {len(others)} other causes" if len(others) > 1 else "; and another cause" if others else ""
             uploads = "1 reply" if len(reasons) == 1 else f"{len(reasons)} replies"
-            lines.append(f"client {client}{of}: {uploads} rejected ({first}{more})")
+            lines.append(f"client {named(runs[0], client)}{of}: {uploads} rejected ({first}{more})")
         if len(causes) > NAMED:
             count = sum(map(len, causes.values()))
             lines.append(f"{count} replies of {len(causes)} clients{of} rejected in all")
     return lines
+
+
+def named(run: Run, client: int) -> str:
+    """Return a client's number, and its name where it has one."""
+    names = () if run.outline is None else run.outline.names
+    return f"{client} ({names[client]})" if client < len(names) else str(client)
 
 
 def protected(run: Run) -> bool:

@@ -7,6 +7,7 @@ docs/results/PAPER.md, README.md         written from them; no number is typed b
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from .reading import Reading
 from .write import FORMAT, RESULTS, ranking_records
 
 DATA = "data"
+PLACES = ("--data-root", "--out")
 BEGIN, END = "<!-- results: begin (benchmarks/results.py writes this) -->", "<!-- results: end -->"
 SIGNS = {
     "within": "within the noise", "better": "better", "worse": "worse", "one seed": "one seed", "holds": "as stated",
@@ -45,11 +47,27 @@ def keep(results: Path, to: Path) -> list[Path]:
         for cell in done:
             if len(cell["values"]) >= len(cells.get(cell["id"], {"values": ()})["values"]):
                 cells[cell["id"]] = cell
-        kept = {**record, "cells": list(cells.values()), "rankings": _rankings(record["exhibit"], list(cells.values()))}
+        for cell in done:
+            cell["runs"] = [{**run, "command": portable(run["command"])} for run in cell["runs"]]
+        kept = {
+            **record,
+            "command": portable(record["command"]),
+            "cells": list(cells.values()),
+            "rankings": _rankings(record["exhibit"], list(cells.values())),
+        }
         text = json.dumps(kept, indent=1, ensure_ascii=False)
         files.write(target, (text + "\n").encode())
         made.append(target)
     return made
+
+
+def portable(command: str) -> str:
+    """Return a command without the places of the machine that ran it: where its data and its results lay."""
+    words = shlex.split(command)
+    places = {i + n for i, word in enumerate(words) if word in PLACES for n in (0, 1)}
+    return shlex.join(
+        word for i, word in enumerate(words) if i not in places and not word.startswith(tuple(f"{p}=" for p in PLACES))
+    )
 
 
 def _rankings(name: str, cells: Sequence[Record]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -234,13 +235,16 @@ def report(plan: Plan, store: Store, shelf: Shelf, root: str, width: int = 80) -
     total, most = sum(one.seconds for one in shown), max((one.memory for one in shown), default=0)
     known = [one.flops for one in shown if one.flops is not None]
     work = scaled("FLOPs", [sum(known)])
-    lines.append(
+    lines += textwrap.wrap(
         f"in all: {duration(total)}, {short(most / 1e9)} GB of memory at most, {work[1][0]} {work[0]}; "
-        f"{sum(one.left for one in shown)} runs{f', {done} more are done' if done else ''}"
+        f"{sum(one.left for one in shown)} runs{f', {done} more are done' if done else ''}",
+        width,
     )
     if not plan.scale.whole:
-        lines.append(plan.scale.words())
-    lines.append("a few steps of each kind of work were timed here and now: on a quiet machine within a factor of 2")
+        lines += textwrap.wrap(plan.scale.words(), width)
+    lines += textwrap.wrap(
+        "a few steps of each kind of work were timed here and now: on a quiet machine within a factor of 2", width
+    )
     return "\n".join(lines)
 
 

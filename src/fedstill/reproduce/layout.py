@@ -24,6 +24,7 @@ SHORT = {
     "scaled": "scaled",
 }
 GAP = "  "
+HEADS = ("published", "ours", "difference")  # of a cell's lines
 
 
 def text(exhibit: Exhibit, readings: Sequence[Reading], scale: Scale, width: int = 80) -> str:
@@ -52,7 +53,7 @@ def _panel(panel: Panel, readings: Sequence[Reading], width: int) -> list[str]:
     wide = {column: max(len(column), *(len(line) for stack in blocks[column] for line in stack)) for column in columns}
     names = [textwrap.wrap(row, 18) or [""] for row in rows]
     first = max((len(part) for name in names for part in name), default=0)
-    left = first + len(GAP) + len("published")
+    left = first + len(GAP) + len(HEADS[-1])
     lines: list[str] = []
     while columns:
         taken, used = 1, left + len(GAP) + wide[columns[0]]
@@ -67,10 +68,10 @@ def _panel(panel: Panel, readings: Sequence[Reading], width: int) -> list[str]:
         for number, name in enumerate(names):
             parts = [blocks[column][number] for column in shown]
             texts = []
-            for i, head in enumerate(("published", "ours", "")):
+            for i, head in enumerate(HEADS):
                 line = GAP.join(stack[i].rjust(wide[column]) for stack, column in zip(parts, shown, strict=True))
                 if any(stack[i] not in ("", NONE) for stack in parts):
-                    texts.append(f"{head:<9}{GAP}{line}")
+                    texts.append(f"{head:<{len(HEADS[-1])}}{GAP}{line}")
             for label, line in itertools.zip_longest(name, texts, fillvalue=""):
                 lines.append(f"{label:<{first}}{GAP}{line}".rstrip())
     return lines

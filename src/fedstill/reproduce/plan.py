@@ -84,7 +84,11 @@ def find(words: Sequence[str]) -> list[Exhibit]:
     for word in words:
         paper, slash, id = word.partition("/")
         if paper not in papers.names():
-            raise InputError("paper", paper, nearest(paper, papers.names()))
+            near = [f"{other.partition('/')[0]}/{word}" for other in words if other.partition("/")[0] in papers.names()]
+            whole = [repr(name) for name in near if name in everything]
+            raise InputError(
+                "paper", paper, f"{whole[0]}? (with its paper)" if whole else nearest(paper, papers.names())
+            )
         of_paper = papers.exhibits(paper)
         if slash and id not in of_paper:
             plain = id.replace("-", "").replace(".", "")

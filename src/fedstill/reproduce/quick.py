@@ -59,7 +59,7 @@ class Clock:
         device = pick_device(experiment.device)
         key = (experiment.model, data.shape, data.classes, batch, str(device))
         if key not in self._steps:
-            model = models.build(experiment.model, data.shape, data.classes, 0).to(device)
+            model = models.build(experiment.model, data.shape, data.classes, 0, experiment.model_args).to(device)
             x, y = data.tensor(data.x[:batch]).to(device), torch.from_numpy(data.y[:batch]).to(device)
             threads = torch.get_num_threads()
             torch.set_num_threads(1)  # as clients are trained: each on one core

@@ -64,7 +64,8 @@ class Runner:
         self.root, self.command, self.watch = root, command, watch
         self.reasons: dict[str, str] = {}  # by name of a run, why there is no result and none is kept
         self.ahead = Ahead(plan.scale, root)
-        self._following: Sequence[Member] = ()  # the runs after those that train
+        self._left: Sequence[list[Member]] = ()
+        self._compiling = False  # whether the steps of later runs are being compiled
         self._engines: dict[Any, str] = {}
 
     def missing(self) -> list[Member]:
@@ -76,11 +77,10 @@ class Runner:
         """Run all that is missing."""
         with FolderLock(self.store.out):
             try:
-                groups = list(self._groups(self.missing()))
-                for members, following in zip(groups, [*groups[1:], []], strict=True):
-                    self.ahead.wait()
-                    self._following = following
-                    self._run(members)
+                self._left = list(self._groups(self.missing()))
+                for number in range(len(self._left)):
+                    self.ahead.reach(number)
+                    self._run(self._left[number])
             except KeyboardInterrupt as stopped:
                 number = getattr(stopped, "signal", signal.SIGINT)
                 raise Stopped(f"{str(stopped).partition(';')[0] or 'stopped'}; {GOES_ON}", number) from None
@@ -122,8 +122,9 @@ class Runner:
         return self._engines[key] == "stacked"
 
     def _compiles(self, member: Member) -> bool:
-        """Return whether a run's steps are compiled, which can be done while another run trains."""
-        return pick_device(member.experiment.device).type == "cuda" and self._stacks(member)
+        """Return whether a run's steps are compiled, so that those of others can be compiled meanwhile."""
+        several = len(self._left) > 1
+        return several and pick_device(member.experiment.device).type == "cuda" and self._stacks(member)
 
     # ---- running -----------------------------------------------------------------------------------------------------
     def _run(self, members: Sequence[Member]) -> None:
@@ -184,9 +185,10 @@ class Runner:
     def _step(self, member: Member) -> Callable[[dict[str, Any]], None]:
         def step(record: dict[str, Any]) -> None:
             self.watch.step(member, record)
-            following, self._following = self._following, ()
-            if following and self._compiles(following[0]):  # now that the kernels of this group are measured
-                self.ahead.begin([other.experiment for other in following])
+            if not self._compiling and self._compiles(member):  # now that the kernels of a group are measured
+                self._compiling = True
+                at = next(n for n, group in enumerate(self._left) if member in group)
+                self.ahead.begin([[other.experiment for other in group] for group in self._left], at)
 
         return step
 

@@ -175,7 +175,8 @@ class Ranking:
         where = f"in {self.where} " if self.where else ""
         unknown = "" if self.known or self.state != "differs" else " (one seed: no noise known)"
         over = f"{self.pairs} pairs" if self.pairs > 1 else "one pair"
-        head = f"ranking {'(SCALED) ' if scaled else ''}{where}{self.state}{unknown}: Kendall's τ {self.tau:.2f} over {over}"
+        tau = f"{self.tau:.2f}".replace("-", "−")
+        head = f"ranking {'(SCALED) ' if scaled else ''}{where}{self.state}{unknown}: Kendall's τ {tau} over {over}"
         return [head, *(f"  {line}" for line in self.swap_lines())]
 
     def swap_lines(self) -> list[str]:

@@ -14,7 +14,7 @@ from ..core.tree import Tree
 from ..nn.kernels.autotune import Choices
 from ..server.coordinator import Coordinator, Record, RunState
 from ..transport.messages import Dialogue, Reply, Request
-from .checkpoint import FILE_BYTES, Checkpoint
+from .checkpoint import FILE_BYTES, Checkpoint, CheckpointWriter
 from .journal import Journal
 from .signals import Stop
 
@@ -70,7 +70,7 @@ class Pace:
 
 
 class JournalCallback:
-    """Writes every record, and a checkpoint every so many rounds, after the last, and where the run is asked to stop."""
+    """Writes every record, and a checkpoint every so many rounds, of the best and last, and where the run should stop."""
 
     def __init__(
         self,
@@ -95,22 +95,26 @@ class JournalCallback:
         self.journal.write_choices(self.choices)
         round, stops = record["round"], self.stop is not None and self.stop.due(record["round"])
         due = round % self.checkpoint_every == 0 if self.checkpoint_every else self.pace.due(round)
-        last = round == coordinator.task.rounds
+        last = coordinator.over or round == coordinator.task.rounds
+        self.journal.checkpoints.best = coordinator.best_round
         if last or stops:
             self.journal.write_table(coordinator.state.history)
-        if not (self.final if last else due or stops):
+        kept = self.final if last else due or stops
+        if not kept and round != coordinator.best_round:
             return None
-        return self.pace.timed(save(self.journal, coordinator, self.choices))
+        return self.pace.timed(save(self._writer, coordinator))
+
+    def _writer(self, round: int, state: Tree) -> CheckpointWriter:
+        return self.journal.writer(round, state, self.choices)
 
     def on_end(self, coordinator: Coordinator) -> None:
         """Do nothing: the last round was kept, where it is wanted."""
 
 
-def save(journal: Journal, coordinator: Coordinator, choices: Choices) -> Dialogue[None]:
+def save(write: Callable[[int, Tree], CheckpointWriter], coordinator: Coordinator) -> Dialogue[None]:
     """Write a checkpoint: the server's state, then the clients', a few at a time."""
     state, timing = coordinator.state, coordinator.rounds.state_dict()
-    kept = {"server": state.server, **({"timing": timing} if timing else {})}
-    writer = journal.writer(state.round, kept, choices)
+    writer = write(state.round, {"server": state.server, **({"timing": timing} if timing else {})})
     clients, at_once = coordinator.rounds.idle(sorted(coordinator.touched)), 1
     task = dataclasses.replace(
         coordinator.task, round=state.round
@@ -129,11 +133,16 @@ def save(journal: Journal, coordinator: Coordinator, choices: Choices) -> Dialog
 
 
 def restore(checkpoint: Checkpoint, coordinator: Coordinator) -> Dialogue[None]:
-    """Send the clients back what a checkpoint holds of them."""
+    """Send the clients back what a checkpoint holds of them; nothing to those that had not begun then."""
     task = dataclasses.replace(coordinator.task, round=checkpoint.round)
+    begun_since = set(coordinator.touched)
     for client, state in checkpoint.clients():
         coordinator.touched.add(client)
+        begun_since.discard(client)
         yield Request([coordinator.order("restore", task, client, state)])
+    nothing: Tree = {"report": {"last": torch.tensor(0.0, dtype=torch.float64)}}
+    for client in sorted(begun_since):
+        yield Request([coordinator.order("restore", task, client, nothing)])
 
 
 def state_of(checkpoint: Checkpoint, history: list[Record]) -> tuple[RunState, Tree]:

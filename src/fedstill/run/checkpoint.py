@@ -64,9 +64,11 @@ class Checkpoints:
     """The checkpoints of one run's folder."""
 
     folder: Path
+    keep: int = KEEP
     kept: list[int] = field(
         default_factory=list
     )  # rounds of whole ones that this process has found or written, ascending
+    best: int = 0  # a round whose checkpoint stays besides the newest; 0: none
 
     def rounds(self) -> list[int]:
         """Return the rounds that have an index, ascending; none of them is checked."""
@@ -110,8 +112,9 @@ class Checkpoints:
         writer.close()
 
     def prune(self, kept: Iterable[int]) -> None:
-        """Remove all checkpoints but those of these rounds, of which the newest two stay."""
-        self.kept = sorted(set(kept))[-KEEP:]
+        """Remove all checkpoints but those of these rounds, of which the newest two stay, and that of the best round."""
+        rounds = sorted(set(kept))
+        self.kept = [round for round in rounds if round in rounds[-self.keep :] or round == self.best]
         old = [(file, round) for file, round in self._files() if round not in self.kept]
         for file, _ in sorted(old, key=lambda pair: pair[0].suffix != ".json"):  # an index goes before what it names
             file.unlink(missing_ok=True)
@@ -129,7 +132,7 @@ class Checkpoints:
 class CheckpointWriter:
     """Writes a checkpoint in files of about 256 MiB, so that no more than that is in memory at once.
 
-    The index is written last: a checkpoint without it is incomplete. Then all but the newest two checkpoints are removed.
+    The index is written last: a checkpoint without it is incomplete. Then older checkpoints are removed.
     """
 
     def __init__(

@@ -146,16 +146,29 @@ class Evaluation:
             return at(scored[-1], "")
         if self.round == "mean10":
             return float(np.mean([at(record, "") for record in scored[-10:]]))
-        if self.round == "best-test":
-            return self._best([at(record, "") for record in scored], history)
-        if self.model in FURTHER:
-            raise InputError("round", self.round, f"another choice: {self.model} is not scored on validation data")
-        if "val_samples" not in scored[0]:
-            raise InputError(
-                "round", self.round, "another choice: this run has no validation data (split = '70/10/20')"
-            )
-        measure = self.measure(history)
-        return at(max(scored, key=lambda record: measure.rank(at(record, "val_"))), "")
+        known = [record for record in scored if self.chooses(record) is not None]
+        if not known:
+            right = "another choice: this run has no validation data (split = '70/10/20')"
+            if self.model in FURTHER:
+                right = f"another choice: {self.model} is not scored on validation data"
+            raise InputError("round", self.round, right)
+        return at(max(known, key=self._chosen_by), "")  # the first of equals
+
+    def chooses(self, record: dict[str, Any]) -> float | None:
+        """Return the number by which best-val or best-test chooses a round, the largest; None where a record has none.
+
+        Of errors it is the number with its sign turned.
+        """
+        known = self._scored(record) and (self.clients != "participants" or bool(record["participants"]))
+        on_val = self.round == "best-val"
+        return None if not known or (on_val and not self._validates(record)) else self._chosen_by(record)
+
+    def _chosen_by(self, record: dict[str, Any]) -> float:
+        return self.measure([record]).rank(self._at(record, "val_" if self.round == "best-val" else ""))
+
+    def _validates(self, record: dict[str, Any]) -> bool:
+        """Return whether a record has this model's score on validation data."""
+        return self.model not in FURTHER and bool(record.get(f"val_{self._name(record)}"))
 
     def of_clients(self, history: Sequence[dict[str, Any]]) -> dict[str, float] | None:
         """Return every client's accuracy by this contract's model and round; None where it is not one of each client.
@@ -170,13 +183,10 @@ class Evaluation:
             rates = [record[name] for record in scored[-10:]]
             return {k: float(np.mean([of[k] for of in rates if k in of])) for k in rates[-1]}
         if self.round in ("best-test", "best-val"):
-            values = [replace(self, round="last").of([record]) for record in scored]
-            if self.round == "best-val":
-                if self.model in FURTHER or "val_samples" not in scored[0]:
-                    return None
-                values = [self._at(record, "val_") for record in scored]
-            best = int(np.argmax([self.measure(history).rank(value) for value in values]))
-            return {k: float(rate) for k, rate in scored[best][name].items()}
+            known = [record for record in scored if self.chooses(record) is not None]
+            if not known:
+                return None
+            return {k: float(rate) for k, rate in max(known, key=self._chosen_by)[name].items()}
         return {k: float(rate) for k, rate in scored[-1][name].items()}
 
     def rounds_to(self, history: Sequence[dict[str, Any]], target: float) -> int | None:

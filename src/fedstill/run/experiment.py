@@ -56,6 +56,8 @@ class Training(
         if self.further_every % self.eval_every:
             right = f"a multiple of eval_every ({self.eval_every}): further scores stand in rounds that are scored"
             raise InputError("further_every", self.further_every, right)
+        if self.patience:
+            self._check_patience()
         if self.wait_free == "until-download" and self.forgetting:
             raise InputError(
                 "forgetting", True, "false with wait_free 'until-download': nobody knows when training ends"
@@ -79,6 +81,18 @@ class Training(
         if self.score_model in FURTHER and self.score_round != "last" and not self.further_every:
             right = f"'last' without further_every, which scores {self.score_model} by round"
             raise InputError("score_round", self.score_round, right)
+
+    def _check_patience(self) -> None:
+        """Refuse to stop early where no data are named that choose the round, or a round's models cannot be kept."""
+        if self.score_round not in ("best-val", "best-test"):
+            right = (
+                "0, or with score_round 'best-val' (which needs validation data, as split 70/10/20 makes them); "
+                "'best-test' chooses the round on the test data, and every result says so"
+            )
+            raise InputError("patience", self.patience, right)
+        if self.wait_free != "off":
+            right = f"0 with wait_free {self.wait_free!r}: personal training goes on when a round is over"
+            raise InputError("patience", self.patience, right)
 
     def unused(self) -> dict[str, str]:
         """Return the fields that have no effect, given the others of all groups."""
@@ -116,8 +130,12 @@ class Experiment(Training):
         "all", "divide train and test together, or the training part only", group="data"
     )
     model: str = setting(
-        "mlp", "a model by name ('fedstill models' lists them), or your own: net.py:Net", group="model"
+        "mlp",
+        "a model by name ('fedstill models' lists them), timm:NAME, hf:NAME or hf:FOLDER, or your own: net.py:Net, module:Net",
+        group="model",
     )
+    model_args: str = setting("", "arguments of such a model: img_size=32,drop_path_rate=0.1", group="model")
+    weights: str = setting("", "weights to start from: a file.safetensors of the same model", group="model")
     head: tuple[str, ...] = setting((), "the modules that make the head; empty: as the model says", group="model")
     external: str = setting("", "also score on data that no client has: a name or path, as data", group="scores")
     checkpoint_every: int = setting(

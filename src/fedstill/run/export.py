@@ -25,6 +25,7 @@ from ..core.metric import measure_of
 from ..core.tree import Params
 from ..core.version import __version__
 from ..nn import lora, peft_format
+from ..nn.probe import logits_of
 from .evaluate import Evaluation
 from .result import Run
 
@@ -126,7 +127,7 @@ def about(run: Run, client: int | None) -> dict[str, str]:
     who = {} if client is None else {"client": str(client)}
     if client is not None and outline is not None and outline.names:
         who["client_name"] = outline.client(client)
-    scored = next((record for record in reversed(run.history) if "personal_clients" in record), {})
+    scored = next((record for record in reversed(run.kept) if "personal_clients" in record), {})
     score = scored.get("personal_clients", {}).get(str(client)) if client is not None else scored.get("generic")
     data = {}
     if outline is not None:
@@ -147,7 +148,7 @@ def about(run: Run, client: int | None) -> dict[str, str]:
         "method": run.method.id or type(run.method).__name__,
         "method_settings": json.dumps(settings.values_of(run.method)),
         "seed": str(run.training.seed),
-        "round": str(len(run.history)),
+        "round": str(run.task.round),
         "contract": str(contract),
         **({} if score is None else {measure_of("", scored).name: repr(float(score))}),
         **data,
@@ -183,9 +184,12 @@ def _inputs(run: Run, client: int | None) -> tuple[Tensor, bool]:
     net = run.task.net
     if run.has_data:
         x, _ = run.data.test.of(run.clients[0] if client is None else client)
-        return x[:MOST].to(net.dtype), True
+        return x[:MOST], True
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn((SYNTHETIC, *net.example.shape[1:]), generator=generator, dtype=torch.float64)
+    shape = (SYNTHETIC, *net.example.shape[1:])
+    if not net.example.is_floating_point():  # ids: the lowest are in every vocabulary
+        return torch.randint(2, shape, generator=generator).to(net.device), False
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
     return x.to(net.device, net.dtype), False
 
 
@@ -230,8 +234,8 @@ def _load_safetensors(path: Path, module: nn.Module) -> Predict:
     from safetensors.torch import load
 
     again = copy.deepcopy(module)
-    for tensor in (*again.parameters(), *again.buffers()):
-        tensor.data.zero_()  # so that nothing of the model that was written is left
+    for tensor in again.state_dict().values():
+        tensor.zero_()  # so that nothing of what was written is left; buffers outside of the state are not written
     again.load_state_dict(load(path.read_bytes()))
     return _without_gradient(again)
 
@@ -240,7 +244,8 @@ def _write_onnx(module: nn.Module, x: Tensor, meta: dict[str, str], path: Path) 
     with _followed(path, module), _quiet():
         batch = ({0: torch.export.Dim("batch")},)
         program = torch.onnx.export(
-            module, (_pair(x),), dynamo=True, dynamic_shapes=batch, input_names=["x"], output_names=["logits"], verbose=False
+            _Logits(module), (_pair(x),), dynamo=True, dynamic_shapes=batch, input_names=["x"], output_names=["logits"],
+            verbose=False,
         )  # fmt: skip
         assert program is not None
         program.model.metadata_props.update(meta)
@@ -256,7 +261,7 @@ def _load_onnx(path: Path, module: nn.Module) -> Predict:
 
 def _write_pt2(module: nn.Module, x: Tensor, meta: dict[str, str], path: Path) -> None:
     with _followed(path, module), _quiet():
-        program = torch.export.export(module, (_pair(x),), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        program = torch.export.export(_Logits(module), (_pair(x),), dynamic_shapes=({0: torch.export.Dim("batch")},))
         torch.export.save(program, str(path), extra_files={ABOUT: json.dumps(meta, ensure_ascii=False)})
 
 
@@ -272,6 +277,18 @@ FORMATS: dict[str, tuple[Callable[[nn.Module, Tensor, dict[str, str], Path], Non
 }  # fmt: skip
 
 
+class _Logits(nn.Module):
+    """The model, with its scores as the only output: some return a mapping or a tuple."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the scores."""
+        return logits_of(self.module(x))  # type: ignore[no-any-return]
+
+
 def _pair(x: Tensor) -> Tensor:
     """Return two or more samples: of one, its number would become a part of the program."""
     return x[:2] if len(x) > 1 else torch.cat([x, x])
@@ -280,7 +297,7 @@ def _pair(x: Tensor) -> Tensor:
 def _without_gradient(module: nn.Module) -> Predict:
     def predict(x: Tensor) -> Tensor:
         with torch.no_grad():
-            out: Tensor = module(x)
+            out: Tensor = logits_of(module(x))
         return out
 
     return predict

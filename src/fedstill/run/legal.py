@@ -67,6 +67,8 @@ def check(method: Method, task: Task, training: Training) -> None:
         right = f"another in mode {training.mode!r}, unless staleness is 'constant' and mixing 1: {why}"
         raise InputError("average", training.average, right)
     wait_free.check(method, task, training)
+    if training.patience and training.score_model == "generic" and "generic" not in method.scores:
+        raise InputError("patience", training.patience, f"0 for {method.id}: it has no generic model, which is scored")
     if training.privacy != "off":
         privacy.check(method, task, training, cohort)
         check_private_rounds(task, training, cohort)
@@ -77,7 +79,9 @@ def check_private_rounds(task: Task, training: Training, cohort: int) -> None:
     kind = f"with privacy {training.privacy!r}"
     if training.sampler == "power-of-choice":
         raise InputError("sampler", training.sampler, f"another {kind}: clients' losses are not protected")
-    training.require_defaults(("forgetting", "train_scores"), f"{kind}: scores in the replies are not protected")
+    training.require_defaults(
+        ("forgetting", "train_scores", "patience"), f"{kind}: scores in the replies are not protected"
+    )
     if training.privacy == "local":
         if training.average == "fltrust":
             raise InputError("average", "fltrust", f"another {kind}: the server would own samples as they are")

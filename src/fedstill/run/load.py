@@ -31,6 +31,7 @@ from .callbacks import restore, state_of
 from .experiment import Experiment, Training, check_format, method_from
 from .journal import ENVIRONMENT, EXPERIMENT, PARTITION, Journal
 from .legal import check_federation, check_model
+from .patience import Patience
 from .prepare import PYTHON, Simulation, federation_of, pick_device, prepare
 from .result import Parts, Run
 from .session import Start, start
@@ -145,7 +146,7 @@ def _load(folder: Path, model: Model | None, method: Method | None, data: Federa
         str(numbers.get("engine") or _environment(folder).get("engine") or experiment.engine),
         history,
         float(sum(record.get("seconds", 0.0) for record in history)),
-        dataclasses.replace(simulation.task, round=len(history)),
+        dataclasses.replace(simulation.task, round=held.round),
         joining,
         () if attack is None else tuple(sorted(attack.clients)),
         journal.scores() or {},
@@ -192,12 +193,18 @@ class Held:
     _parts: Parts | None = None
     has_data: bool = False
 
+    @property
+    def round(self) -> int:
+        """The round whose models the run keeps: its newest, or with patience the best so far."""
+        patience = Patience.of(self.experiment, self.history)
+        return (0 if patience is None else patience.best) or len(self.history)
+
     def hollow(self) -> Simulation:
         """Return a simulation of the run's form whose clients have no samples."""
         if self._hollow is None:
             experiment = self.experiment
             same = {name: getattr(experiment, name) for name in AS_TRAINED}
-            training = Training(**{**same, "rounds": len(self.history)}, device=self.device, engine="one", workers=1)
+            training = Training(**same, device=self.device, engine="one", workers=1)
             federation = self.outline.federation(_partition(self.folder))
             self._hollow = prepare(experiment.method, self._module(), federation, experiment.head or None, training)
             self._take_constants(self._hollow)
@@ -232,7 +239,7 @@ class Held:
             _check_same(self.folder, self.federation)
             training = dataclasses.replace(self.experiment.training(), device=self.device, workers=0)
             known = tuple(name for name in training.metrics if name in METRICS)  # not code of somebody's own
-            training = dataclasses.replace(training, rounds=len(self.history), metrics=known, score_metric="")
+            training = dataclasses.replace(training, metrics=known, score_metric="")
             simulation = prepare(
                 self.experiment.method, self._module(), self.federation, self.experiment.head or None, training
             )
@@ -243,8 +250,8 @@ class Held:
             raise InputError(
                 "folder", str(self.folder), f"one with a whole checkpoint, which has the models ({problems})"
             )
-        checkpoint = survey.whole[max(survey.whole)]
-        if checkpoint.round < len(self.history):
+        checkpoint = survey.whole.get(self.round) or survey.whole[max(survey.whole)]
+        if checkpoint.round != self.round:
             say(f"{self.folder}: the newest whole checkpoint is that of round {checkpoint.round}: its models are given")
         session = start([Start(simulation)])
         coordinator, driver = session.coordinators[0], session.driver
@@ -264,7 +271,8 @@ class Held:
                 f"given, since this run's is code of its own ({self.experiment.model}): fs.load(FOLDER, model=MODULE)"
             )
             raise InputError("model", Shown("nothing"), right)
-        return models.build(self.experiment.model, self.outline.shape, self.outline.classes, self.experiment.seed)
+        e = self.experiment
+        return models.build(e.model, self.outline.shape, self.outline.classes, e.seed, e.model_args)
 
 
 def _read_data(folder: Path, experiment: Experiment, note: bool = False) -> Federation:

@@ -96,5 +96,5 @@ def predict(run: Run, data: str | Path, client: int | str | None = None) -> Pred
     samples = own.read(data, run.outline)
     params = run.generic_model() if number is None else run.served(number)
     net, objective = run.task.net, run.task.objective
-    outputs = run.task.predict(params, samples.x.to(net.device, net.dtype))[..., : run.outline.classes]
+    outputs = run.task.predict(params, samples.x.to(net.device, net.example.dtype))[..., : run.outline.classes]
     return Predictions(samples.where, objective.predictions(outputs.double()).cpu(), samples.y, run.outline, objective)

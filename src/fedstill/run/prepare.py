@@ -25,6 +25,7 @@ from ..data.poison import poisoned
 from ..edge.data_manager import DataManager, join, on_device
 from ..engine.bench import Bench, threads
 from ..engine.trainer import Trainer
+from ..models import weights
 from ..nn import lora
 from ..nn.net import Net
 from ..nn.split import by_head
@@ -116,7 +117,9 @@ def from_experiment(experiment: Experiment, federation: Federation | None = None
         raise InputError(
             "objective", experiment.objective, f"{federation.objective!r}, as the federation's targets are"
         )
-    model = models.build(experiment.model, federation.shape, federation.classes, experiment.seed)
+    model = models.build(experiment.model, federation.shape, federation.classes, experiment.seed, experiment.model_args)
+    if experiment.weights:
+        weights.load(model, experiment.weights, by_head(model, experiment.head or None))
     sim = prepare(experiment.method, model, federation, experiment.head or None, experiment.training())
     return dataclasses.replace(sim, experiment=experiment), federation
 
@@ -167,8 +170,12 @@ def prepare(
             right = f"another with {objective.name}: it changes the class of a sample"
             raise InputError("attack", training.attack, right)
         federation = poisoned(federation, attack.kind, attack.clients, attack.strength, seed, training.backdoor_target)
-    manager = on_device(federation, device, dtype)
-    net.probe(_example(manager, federation), objective.output, exact=objective.name in ("regression", "multilabel"))
+    ids, exact = not federation.clients[0].x_train.is_floating_point(), objective.name in ("regression", "multilabel")
+    if ids:
+        net.probe(_extremes(federation, device), objective.output, exact)
+    manager = on_device(federation, device, net.example.dtype if ids else dtype)
+    if not ids:
+        net.probe(_example(manager, federation), objective.output, exact)
     measures = Measures.of(
         objective, training.metrics, _own_metrics(training.metrics, functions), federation.labels, net.outputs
     )
@@ -239,6 +246,15 @@ def _example(manager: DataManager, federation: Federation) -> torch.Tensor:
     """Return two samples; zeros where this process holds none, as a hub whose sites keep their data."""
     x = manager.train.x[:2]
     return x if len(x) else x.new_zeros((2, *federation.shape))
+
+
+def _extremes(federation: Federation, device: torch.device) -> torch.Tensor:
+    """Return the samples with the lowest and the highest id, so that too small a vocabulary is found before any work."""
+    every = torch.cat([x for c in federation.clients for x in (c.x_train, c.x_test, c.x_val) if x is not None])
+    if not len(every):
+        return every.new_zeros((2, *federation.shape)).to(device)
+    low, high = torch.aminmax(every.flatten(1), dim=1)
+    return every[[int(low.argmin()), int(high.argmax())]].to(device)
 
 
 def check_scored(training: Training, federation: Federation) -> None:

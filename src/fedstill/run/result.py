@@ -67,7 +67,7 @@ class Run:
     engine: str
     history: list[Record]  # one record a round
     seconds: float
-    task: Task  # the setting of local work, at the last round
+    task: Task  # the setting of local work, at the round whose models are kept: the last, or with patience the best
     newcomers: tuple[int, ...] = ()  # clients that did not take part in training
     attackers: tuple[int, ...] = ()  # simulated, which no score counts
     after: dict[str, Any] = dataclasses.field(default_factory=dict)  # scores after the federation that were asked for
@@ -81,7 +81,7 @@ class Run:
     @classmethod
     def of(cls, simulation: Simulation, coordinator: Coordinator, driver: Driver, engine: str, seconds: float) -> Run:
         """Return the result of a coordinator whose rounds are over."""
-        task = dataclasses.replace(coordinator.task, round=coordinator.task.rounds)
+        task = dataclasses.replace(coordinator.task, round=coordinator.best_round or coordinator.task.rounds)
         history, newcomers = coordinator.state.history, simulation.newcomers
         attackers = () if simulation.attack is None else tuple(sorted(simulation.attack.clients))
         return cls(
@@ -213,9 +213,19 @@ class Run:
             )
         return (contract or Evaluation()).rounds_to(self._records(), target)
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the run has ended early, after so many rounds without a better score (`patience`)."""
+        return bool(self.history) and bool(self.history[-1].get("stopped"))
+
+    @property
+    def kept(self) -> list[Record]:
+        """The records up to the round whose models are kept: all, or with patience those up to the best round."""
+        return self.history[: self.task.round] if self.training.patience else self.history
+
     def _records(self) -> list[Record]:
-        """Return the records, the last one with the scores that were taken after the federation."""
-        return [*self.history[:-1], {**self.history[-1], **self.after}] if self.history else []
+        """Return the records that count, the last one with the scores that were taken after the federation."""
+        return [*self.kept[:-1], {**self.kept[-1], **self.after}] if self.kept else []
 
     def new(self, on: Literal["clients", "common"] = "clients") -> float:
         """Return the accuracy where a sample's owner is unknown: all models vote, on clients' tests or the common set."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import scores
 from ..core import settings, tree
-from ..core.errors import CannotStack, TrainingError
+from ..core.errors import CannotStack, InputError, TrainingError
 from ..core.memory import available as available_memory
 from ..core.plan import JointPlan, Plan
 from ..edge.data_manager import join
@@ -37,13 +37,14 @@ from ..timing.monitor import SimulatedMonitor
 from ..timing.schedule import Schedule, Trigger
 from ..timing.wait_free import Background, WaitFree
 from ..transport.local import LocalTransport
-from ..transport.messages import Transport
+from ..transport.messages import Dialogue, Transport
 from .answers import Answers
 from .callbacks import JournalCallback, Pace, Progress, ProgressCallback, restore, state_of
 from .checkpoint import Checkpoint
 from .driver import Driver
 from .further import FurtherCallback, latest
 from .journal import Journal, Survey
+from .patience import Patience, PatienceCallback
 from .prepare import Simulation
 from .result import Run
 from .signals import Stop, StopCallback
@@ -104,6 +105,7 @@ class Session:
                 failed = self.driver.run({c.run: c.talk() for c in self.coordinators}, self._note)
                 if self.stop.after:
                     self.stop.check()
+                failed |= self.driver.run({c.run: self._kept(c) for c in self.coordinators if c.run not in failed})
                 return [failed[c.run] if c.run in failed else self._end(c) for c in self.coordinators]
         finally:
             self.trainer.close()
@@ -130,15 +132,21 @@ class Session:
         if journal is not None:
             journal.fail(str(error))
 
+    def _kept(self, coordinator: Coordinator) -> Dialogue[None]:
+        """Return server and clients to the round whose models the run keeps, where that is not the last."""
+        for callback in coordinator.callbacks:
+            if isinstance(callback, PatienceCallback):
+                yield from callback.go_back(coordinator)
+
     def _end(self, coordinator: Coordinator) -> Run | TrainingError:
         """Return a run's result, with the scores that were asked for after the federation."""
         start = self.starts[coordinator.run]
         sim, seconds = start.simulation, (time.perf_counter() - self.began) / len(self.starts)
         run = Run.of(sim, coordinator, self.driver, self.trainer.name, seconds)
-        finished = start.journal is not None and self.first[coordinator.run] == run.task.rounds  # by an earlier process
+        finished = start.journal is not None and self.first[coordinator.run] == coordinator.state.round  # earlier
         kept = start.journal.scores() if start.journal is not None and finished else None
         try:
-            kept_now = latest(coordinator) if kept is None else kept
+            kept_now = latest(coordinator) if kept is None and not coordinator.best_round else kept
             run = dataclasses.replace(run, after=scores.after(run) if kept_now is None else kept_now)
         except TrainingError as error:
             return error
@@ -172,7 +180,8 @@ def start(starts: Sequence[Start], transport: Transports | None = None, stop: St
     chosen = [_choose(one, survey, at) for one, survey in zip(starts, surveys, strict=True)]
     for one, survey, checkpoint, coordinator in zip(starts, surveys, chosen, coordinators, strict=True):
         _resume(one, survey, checkpoint, coordinator, driver)
-    if len({coordinator.state.round for coordinator in coordinators}) > 1:
+    going = [c for c, one, survey in zip(coordinators, starts, surveys, strict=True) if not _over(one, survey)]
+    if len({coordinator.state.round for coordinator in going}) > 1:
         raise CannotStack("the runs are not at the same round")
     first = [coordinator.state.round for coordinator in coordinators]
     return Session(starts, coordinators, driver, parts.trainer, first, stop or Stop())
@@ -217,6 +226,8 @@ def _coordinator(
     callbacks: list[Callback] = []
     if training.further_every:
         callbacks.append(FurtherCallback(sim, driver, trainer.name))
+    if training.patience:
+        callbacks.append(PatienceCallback(training, start.journal))
     if start.journal is not None:
         callbacks.append(
             JournalCallback(start.journal, start.checkpoint_every, trainer.choices, stop, pace, start.final)
@@ -264,10 +275,12 @@ def _coordinator(
 def _common_round(starts: Sequence[Start], surveys: Sequence[Survey | None]) -> int | None:
     """Return the newest round of which every run that goes on with others has a checkpoint; None for a single run.
 
-    A kill between two runs' checkpoints leaves them at different rounds. Each keeps the one before as well.
+    A kill between two runs' checkpoints leaves them at different rounds. Each keeps the one before as well. A run that has
+    stopped early has its own newest.
     """
-    held = [survey.whole.keys() for start, survey in zip(starts, surveys, strict=True) if start.resume and survey]
-    if len(starts) == 1 or len(held) < len(starts):
+    both = [(one, survey) for one, survey in zip(starts, surveys, strict=True) if not _over(one, survey)]
+    held = [survey.whole.keys() for start, survey in both if start.resume and survey]
+    if len(starts) == 1 or not held or len(held) < len(both):
         return None
     common = set.intersection(*map(set, held))
     if not common and any(held):
@@ -275,11 +288,29 @@ def _common_round(starts: Sequence[Start], surveys: Sequence[Survey | None]) -> 
     return max(common, default=0)
 
 
+def _over(start: Start, survey: Survey | None) -> bool:
+    """Return whether a run that is resumed has stopped early."""
+    if survey is None or not start.resume:
+        return False
+    patience = Patience.of(start.simulation.training, survey.metrics.records)
+    return patience is not None and patience.over and len(survey.metrics.records) in survey.whole
+
+
 def _choose(start: Start, survey: Survey | None, at: int | None) -> Checkpoint | None:
-    """Return the checkpoint that a run goes on from; None where it begins."""
+    """Return the checkpoint that a run goes on from; None where it begins. Refuse where the best round's is lost."""
     if start.journal is None or survey is None or not start.resume:
         return None
-    return start.journal.choose(survey, start.checkpoint_every or 1, at)
+    at = None if _over(start, survey) else at
+    checkpoint = start.journal.choose(survey, start.checkpoint_every or 1, at)
+    records = survey.metrics.records[: checkpoint.round if checkpoint else 0]
+    patience = Patience.of(start.simulation.training, records)
+    if patience is not None and patience.best and patience.best not in survey.whole:
+        why = survey.damaged.get(patience.best, "there is none")
+        right = (
+            f"one with the checkpoint of round {patience.best}, the best so far, whose models patience keeps ({why})"
+        )
+        raise InputError("folder", str(start.journal.folder), f"{right}; with patience 0 it goes on without")
+    return checkpoint
 
 
 def _resume(

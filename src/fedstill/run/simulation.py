@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from .prepare import PYTHON, Simulation, federation_of, from_experiment, prepare
 from .result import Run
 from .session import Elsewhere, Start, Transports, start
 from .signals import listening
+
+AMENDABLE = ("rounds", "patience")  # what a run can go on with another value of
 
 
 def simulate(
@@ -156,22 +158,25 @@ def resume(
     folder: str | Path,
     *,
     rounds: int | None = None,
+    patience: int | None = None,
     progress: Progress | None = None,
     transport: Transports | None = None,
 ) -> Run:
     """Continue a run from its newest checkpoint, to the same bits as if it had never stopped.
 
-    With `rounds` it goes on to that many, which the folder's experiment.toml then says.
+    With `rounds` it goes on to that many, with `patience` one that has stopped early has more (0: it goes on to the end); the
+    folder's experiment.toml then says so.
     """
     check_path("folder", folder)
     check_callable("progress", progress)
-    return finish(continued(folder, rounds=rounds, progress=progress, transport=transport), transport)
+    changes = {name: value for name, value in (("rounds", rounds), ("patience", patience)) if value is not None}
+    return finish(continued(folder, changes=changes, progress=progress, transport=transport), transport)
 
 
 def continued(
     folder: str | Path,
     *,
-    rounds: int | None = None,
+    changes: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
     federation: Federation | None = None,
     experiment: Experiment | None = None,
@@ -180,14 +185,15 @@ def continued(
 ) -> Start:
     """Return the run that a folder holds as it goes on after its newest checkpoint.
 
-    `experiment` is what it should hold; only its number of rounds may be another. `federation` saves reading the data again.
+    `experiment` is what it should hold; only the fields `AMENDABLE` may have other values, which else `changes` gives.
+    `federation` saves reading the data again.
     """
     check_format(folder)
     journal = Journal(folder)
     with journal.entered():
         journal.check_settings()
         held = Experiment.from_toml(journal.folder / "experiment.toml")
-        wanted = held if rounds is None else dataclasses.replace(held, rounds=rounds)
+        wanted = dataclasses.replace(held, **(changes or {}))
         whole = wanted if experiment is None else experiment
         federation = share_of(federation, whole, transport)
         simulation, federation = from_experiment(whole, federation)
@@ -196,8 +202,8 @@ def continued(
             check_same(held, wanted, journal.folder)
         journal.check_partition(partition_record(federation, wanted.profile))
         journal.check_constants(simulation.net.fixed)
-        changed, done = wanted.rounds != held.rounds, len(journal.history())
-        if changed and wanted.rounds < done:
+        changed, done = any(getattr(wanted, n) != getattr(held, n) for n in AMENDABLE), len(journal.history())
+        if wanted.rounds != held.rounds and wanted.rounds < done:
             raise InputError("rounds", wanted.rounds, f"at least {done}: so many are over")
         journal.note_changes(simulation.device)
     amended = wanted.to_toml() if changed else ""
@@ -210,7 +216,7 @@ def check_same(held: Experiment, wanted: Experiment, folder: Path) -> None:
     """Refuse a folder that holds another run than the one that should go on in it."""
     (one, other) = ({**settings.values_of(e), "method": e.method} for e in (held, wanted))
     for name, value in other.items():
-        if name != "rounds" and one[name] != value:
+        if name not in AMENDABLE and one[name] != value:
             raise InputError(name, value, f"{one[name]}, as in {folder / 'experiment.toml'}")
 
 

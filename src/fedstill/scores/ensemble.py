@@ -89,7 +89,7 @@ def _score(run: Finished, predict: Callable[[Finished, Tensor], Tensor], x: Tens
     rows = max(1, VOTES // math.prod((*objective.output[:-1], net.outputs)))
     with torch.no_grad():
         for first in range(0, len(y), rows):
-            block = x[first : first + rows].to(net.device, net.dtype)
+            block = x[first : first + rows].to(net.device, net.example.dtype)
             scores = objective.score_predictions(predict(run, block), y[first : first + rows].to(net.device))
             total += float(scores.double().sum())
     return total / len(y)

@@ -196,6 +196,8 @@ class Coordinator:
     settled: dict[int, tuple[int, int]] = field(default_factory=dict, init=False)
     """By client the round up to which its replies are decided, and the round of the last one that was taken."""
     touched: set[int] = field(default_factory=set, init=False)  # clients that may have something to keep
+    over: bool = field(default=False, init=False)  # whether the run ends although rounds are left (a callback says so)
+    best_round: int = field(default=0, init=False)  # whose models the run keeps (a callback says so); 0: the last one's
 
     def __post_init__(self) -> None:
         self.memory = Memory.of(self.state.history)
@@ -206,12 +208,19 @@ class Coordinator:
         self.state, self.memory = state, Memory.of(state.history)
         self.rounds.load_state(state.history, timing)
 
+    def go_back(self, round: int, server: Tree, timing: Tree) -> None:
+        """Return to the state after an earlier round; the records of later ones stay."""
+        self.state.server, self.settled = server, {}
+        self.rounds.load_state(self.state.history[:round], timing)
+
     # ---- rounds ------------------------------------------------------------------------------------------------------
     def talk(self) -> Dialogue[None]:
         """Run the rounds that are left."""
         for callback in self.callbacks:
             callback.on_start(self)
         for t in range(self.state.round + 1, self.task.rounds + 1):
+            if self.over:
+                break
             yield from self.round(dataclasses.replace(self.task, round=t))
         for callback in self.callbacks:
             callback.on_end(self)

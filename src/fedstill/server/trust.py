@@ -57,7 +57,7 @@ class Trust:
     @classmethod
     def of(cls, task: Task, root: Pair, seed: int, batch_size: int) -> Trust:
         """Return the server's training on its own samples."""
-        x, y = root[0].to(task.net.device, task.net.dtype), root[1].to(task.net.device)
+        x, y = root[0].to(task.net.device, task.net.example.dtype), root[1].to(task.net.device)
         part = Part(Samples(x), y, (0,), (len(y),))
         own = JointPlan((Plan(plan.key(seed, plan.ROOT, 1), batch_size),), 1)
         return cls(Trainer(Bench(FedAvg(), task, own, Splits(part, part)), "one", workers=1))

@@ -149,6 +149,7 @@ class Schedule(Rounds):
             self.now = float(history[-1]["time"])
             self.busy = {int(k): float(arrival) for k, arrival in history[-1]["busy"].items()}
             self.free = {int(k): float(when) for k, when in history[-1].get("free", {}).items()}
+        self.folding = {}
         for name, entry in state.items():
             k, report = int(name), {key: float(value) for key, value in entry["report"].items()}
             reply = Reply("train", int(entry["round"]), k, entry["up"], report)

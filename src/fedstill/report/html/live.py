@@ -49,7 +49,12 @@ class Progress:
     @property
     def over(self) -> bool:
         """Whether nothing more comes."""
-        return bool(self.failure) or self.done >= self.rounds
+        return bool(self.failure) or self.stopped or self.done >= self.rounds
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it has ended early, after so many rounds without a better score."""
+        return bool(self.records) and bool(self.records[-1].get("stopped"))
 
     @property
     def accuracy(self) -> float | None:
@@ -158,7 +163,7 @@ def render(runs: Sequence[Progress], working: bool, study: Study | None) -> Html
 
 
 def _head(runs: Sequence[Progress], working: bool) -> Html:
-    done, total = sum(run.done for run in runs), sum(run.rounds for run in runs)
+    done, total = sum(run.done for run in runs), sum(run.done if run.stopped else run.rounds for run in runs)
     rest = left(runs)
     if all(run.over for run in runs) and not working:
         sentence = f"Finished: {done:,} rounds."
@@ -193,7 +198,7 @@ def _table(runs: Sequence[Progress], working: bool) -> Html:
     rows = []
     for run in runs:
         pace = run.pace
-        rest = "failed" if run.failure else "done" if run.over else ""
+        rest = "failed" if run.failure else "stopped early" if run.stopped else "done" if run.over else ""
         if not rest:
             rest = (
                 "waits" if not run.done else duration((pace or 0) * (run.rounds - run.done)) if working else "stopped"

@@ -156,7 +156,9 @@ def _facts(study: Study) -> str:
         "data of the sites" if sites else f"data {settings.get('data', '')}",
         f"{clients} sites" if sites else f"{clients} clients{f' by {kind}' if kind else ''}",
         f"model {settings.get('model', '')}",
-        f"{len(first.history)} rounds",
+        f"{len(first.history)} rounds"
+        if not first.settings.get("patience")
+        else f"at most {first.settings['rounds']} rounds",
         f"{study.seeds} seed{'s' if study.seeds > 1 else ''}",
     ]
     return " · ".join(phrases)

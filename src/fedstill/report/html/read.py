@@ -60,18 +60,29 @@ class Result:
 
     @property
     def last(self) -> Record:
-        """The last record that was scored."""
-        return self.scored[-1]
+        """The last record that was scored, of those that count."""
+        return next(record for record in reversed(self.scored) if int(record["round"]) <= self.round)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it has ended early, after so many rounds without a better score."""
+        return bool(self.history) and bool(self.history[-1].get("stopped"))
+
+    @property
+    def round(self) -> int:
+        """The round whose models it keeps: the last, or with patience the best."""
+        patient = bool(self.settings.get("patience")) and bool(self.history)
+        return int(self.history[-1].get("best_round", 0) if patient else 0) or len(self.history)
 
     @property
     def finished(self) -> bool:
-        """Whether all its rounds are over."""
-        return len(self.history) >= int(self.settings["rounds"])
+        """Whether all its rounds are over, or it has stopped early."""
+        return self.stopped or len(self.history) >= int(self.settings["rounds"])
 
     @cached_property
     def answers(self) -> Answers | None:
         """Which test samples the clients' models get right."""
-        return Answers.read(self.folder, len(self.history))
+        return Answers.read(self.folder, self.round)
 
     @cached_property
     def timeline(self) -> Sequence[Record]:
@@ -80,8 +91,9 @@ class Result:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """The history, the last record with the scores that were taken after the federation, as a contract reads them."""
-        return [*map(dict, self.history[:-1]), {**self.history[-1], **self.further}]
+        """The records that count, the last one with the scores that were taken after the federation, as a contract reads them."""
+        *before, last = self.history[: self.round]
+        return [*map(dict, before), {**last, **self.further}]
 
     @cached_property
     def contract(self) -> Evaluation:
@@ -198,7 +210,7 @@ class Study:
 
     def personal(self, label: str) -> Stat:
         """Return the accuracy by the default contract; ± over seeds, or over clients where all have one seed."""
-        stat = stat_of([Evaluation().of([dict(record) for record in run.history]) for run in self.runs[label]])
+        stat = stat_of([Evaluation().of(run.records) for run in self.runs[label]])
         return stat if self.seeds > 1 else Stat(stat.value, float(self.runs[label][0].last["personal_std"]))
 
     def mean(self, label: str, name: str) -> Stat | None:

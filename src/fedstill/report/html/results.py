@@ -9,7 +9,7 @@ from ...core.metric import Measure, measure_of, metrics_in
 from ...run.evaluate import Evaluation
 from ..costs import NONE, scaled
 from ..significance import Differences
-from ..text import GENERIC, Stat, measured, stat_of
+from ..text import GENERIC, Stat, measured, stat_of, stopped_line
 from ..verdict import Verdict, counts
 from .read import Study
 from .tables import Column, Table
@@ -69,6 +69,7 @@ def results(study: Study, tested: Differences | None, found: Mapping[str, list[V
     over = "seeds (n − 1)" if study.seeds > 1 else "clients"
     said = measured([study.first.last])
     notes += [f"{plain.heading('personal')}: {said}{Evaluation()}; ± standard deviation over {over}"]
+    notes += _stopped(study)
     if tested:
         if len({difference.units for difference in tested.pairs.values()}) > 1:
             notes.append("vs best: on the clients that both have, which are not all where some were not scored")
@@ -176,6 +177,19 @@ def by_class(study: Study) -> list[Table]:
 
 def _text(stat: Stat | None, measure: Measure) -> str:
     return NONE if stat is None else stat.text(measure)
+
+
+def _stopped(study: Study) -> list[str]:
+    """Return a line for each label whose runs had patience."""
+    lines = []
+    for label in study.labels:
+        runs = study.runs[label]
+        settings = runs[0].settings
+        if settings.get("patience"):
+            of = int(settings["rounds"]) if any(run.stopped for run in runs) else 0
+            ends, kept = [len(run.history) for run in runs], [run.round for run in runs]
+            lines.append(stopped_line(label, ends, kept, of, int(settings["patience"]), runs[0].contract))
+    return lines
 
 
 def _p(p: float) -> str:
