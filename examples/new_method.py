@@ -31,8 +31,8 @@ class FedHold(fs.FedAvg):
     def loss(self, task: fs.Task, params: fs.Params, local: fs.Tree, batch: fs.Batch) -> Tensor:
         """CE(w) + λ·KL(q(w_t) ‖ q(w))."""
         logits = task.logits(params, batch)
-        penalty = fs.terms.kl(task.taught(local["teacher"], batch), logits, 1.0, batch)
-        return fs.terms.cross_entropy(logits, batch) + self.lam * penalty
+        penalty = task.distill(task.taught(local["teacher"], batch), logits, 1.0, batch)
+        return task.fit(logits, batch) + self.lam * penalty
 
 
 if __name__ == "__main__":

@@ -288,7 +288,7 @@ def test_padding_a_batch_changes_no_draw_wherever_the_samples_are() -> None:
             return self.fc(self.drop(self.attend(x, x, x)[0]).mean(0))
 
     net, x = Net(Timed(), CPU, F64), torch.randn(6, 5, 4, dtype=F64)
-    net.probe(x, 3)
+    net.probe(x, (3,))
     assert net.axes == {1: 1, 3: 1}  # the second draw is attention's: [samples·heads, time, time]
     whole = net(net.initial(), x, train=True, key=torch.tensor(5))
     assert torch.allclose(whole[:4], net(net.initial(), x[:4], train=True, key=torch.tensor(5)), atol=1e-13)

@@ -27,7 +27,7 @@ from ..problems import Spy, distance, identical, ragged, run, states
 
 def nets(model: nn.Module, x: Tensor, classes: int = 3) -> Net:
     net = Net(model, torch.device("cpu"), x.dtype)
-    net.probe(x, classes)
+    net.probe(x, (classes,))
     return net
 
 

@@ -140,7 +140,7 @@ def test_csv_without_header_has_the_label_last(tmp_path):
         ("a,y\n1,0\n2\n", "line 3 = 1 cells: should be 2 cells"),
         ("a,y\n1,0\nfoo,1\n", "line 3, column 1 = 'foo': should be a number"),
         ("a,y\n1,0\n,1\n", "line 3, column 1 = '': should be a number"),
-        ("a,y\n1,0.5\n", "label 0.5"),
+        ("a,y\n1,0.5\n" + 11 * "1,1\n", "label 0.5"),
         ("a,y\n1,-1\n", "label -1"),
         ("a,y\nnan,0\n", "NaN or infinity"),
         ("1,oops,0\n2,3,1\n", "line 1, column 2 = 'oops'"),

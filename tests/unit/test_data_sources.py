@@ -221,7 +221,7 @@ def test_npz_of_ones_own(tmp_path):
         ({"x": [[1.0], [np.inf]], "y": [0, 0]}, "sample 1 holds NaN"),
         ({"x": [[1.0], [1e300]], "y": [0, 0]}, "fit float32"),
         ({"x": [[1.0]], "y": [-1]}, "label -1 of sample 0"),
-        ({"x": [[1.0]], "y": [0.5]}, "label 0.5 of sample 0"),
+        ({"x": [[1.0]] * 12, "y": [0.5] + [1.0] * 11}, "label 0.5 of sample 0"),
         ({"x": [[1.0]], "y": [np.nan]}, "label nan"),
         ({"x": [[1.0]], "y": [0, 1]}, "one label for each of the 1 samples"),
         ({"x": [[1.0]], "y": [[0]]}, "one label for each"),

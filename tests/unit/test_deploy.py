@@ -213,7 +213,8 @@ def test_no_private_part_is_in_any_message_of_a_site(method: str, federation: Fe
     for _, header, body in party.wire:
         assert set(header) <= {"do", "run", "version", "about"}
         if header["do"] == "hello":
-            assert set(header["about"]) == {"shape", "dtype", "classes", "labels", "sizes", "checksum", "machine"}
+            known = {"shape", "dtype", "classes", "objective", "target", "labels", "sizes", "checksum", "machine"}
+            assert set(header["about"]) == known
         if header["do"] != "reply":
             assert body == b""
             continue

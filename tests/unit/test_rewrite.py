@@ -55,7 +55,7 @@ def data(dtype: torch.dtype, rows: int = 6) -> Tensor:
 
 def net_of(model: nn.Module, fast: bool, dtype: torch.dtype = torch.float32, **how) -> Net:
     net = Net(model, torch.device("cpu"), dtype)
-    net.probe(data(dtype, 2), 3)
+    net.probe(data(dtype, 2), (3,))
     return net.under(Execution(channels_last=True, pool_first=fast), **how)
 
 

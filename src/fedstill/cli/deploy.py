@@ -38,6 +38,7 @@ SITE_WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "data",
             "split",
+            "objective",
             "site_device",
             "monitor",
             "save_every_epochs",

@@ -11,6 +11,7 @@ from typing import Any
 from .. import data as sources
 from ..core import files, reading
 from ..core.errors import InputError, Shown, TrainingError
+from ..core.metric import measure_of
 from ..core.training import REAL
 from ..data import Federation
 from ..deploy import audit, demo, hub, jobs, process, web
@@ -209,13 +210,16 @@ def _site_start(given: Mapping[str, Any], words: Sequence[str]) -> None:
         device, split = given.get("site_device", "auto"), given.get("split", "80/20")
         most = _number(given, "max_epsilon", 0.0, "a number")
         kept = {name: flags.whole_number(given, name, 0, 0) for name in ("save_every_epochs", "save_every_steps")}
-        settings = Settings(path, split, device, given.get("monitor", ""), "audit" in given, **kept, max_epsilon=most)
+        monitor, objective = given.get("monitor", ""), given.get("objective", "auto")
+        settings = Settings(
+            path, split, device, monitor, "audit" in given, **kept, max_epsilon=most, objective=objective
+        )
     elif (site.folder / "settings.json").exists():
         settings = Settings.read(site.folder)
     else:
         raise InputError("--data", Shown("nothing"), "an npz file or a folder: this site's own samples")
     settings.policy()
-    sizes = SiteData.read(settings.data, settings.split).about()["sizes"]
+    sizes = SiteData.read(settings.data, settings.split, settings.objective).about()["sizes"]
     process.check_stopped("site", site.folder)
     settings.write(site.folder)
     if "foreground" in given:
@@ -238,7 +242,7 @@ def _site_status(given: Mapping[str, Any], words: Sequence[str]) -> None:
 def _site_audit(given: Mapping[str, Any], words: Sequence[str]) -> None:
     site = Site.at(_folder(given, SITE))
     settings = Settings.read(site.folder)
-    own = SiteData.read(settings.data, settings.split)
+    own = SiteData.read(settings.data, settings.split, settings.objective)
     for run in sorted((site.folder / "runs").glob("*")):
         _report(
             f"run {run.name}: log, orders and replies", audit.of_site(run, own, settings.device, secret_in(site.folder))
@@ -304,7 +308,12 @@ def demonstrate(given: Mapping[str, Any]) -> None:
 # ---- helpers ---------------------------------------------------------------------------------------------------------
 def _line(record: Mapping[str, Any], rounds: int, names: Sequence[str]) -> str:
     """Return a round in a line: how good, how long, and who was missing."""
-    accuracy = f"personal {record['personal']:.1%}" if "personal" in record else f"loss {record['loss']:.3f}"
+    measure = measure_of("", record)
+    accuracy = (
+        f"personal {measure.words(record['personal'], 1).replace(' %', '%')}"
+        if "personal" in record
+        else f"loss {record['loss']:.3f}"
+    )
     away = [names[k] for k in record.get("missing", ())]
     missing = f", without {', '.join(away)}" if away else ""
     return f"round {record['round']}/{rounds}: {accuracy}, {record['seconds']:.1f} s{missing}"

@@ -11,6 +11,10 @@ OPTIONS = {  # by flag: its value's name, and its help
     "file": ("FILE", "where to write what is handed on"),
     "data": ("PATH", "an npz file or a folder; nothing else is ever read"),
     "split": ("A/B", "divides data without a test part of its own into train and test [default 80/20]"),
+    "objective": (
+        "NAME",
+        "classification, regression, multilabel or tokens [default auto: as the site's targets are]",
+    ),
     "site_device": ("DEVICE", "auto, cpu, cuda or cuda:N [default auto]"),
     "monitor": ("CONDITIONS", "work only if these hold, as battery>20,load<0.8"),
     "web": ("PORT", "show it as a page on http://127.0.0.1:PORT instead, for this machine alone, until Ctrl-C"),

@@ -100,13 +100,20 @@ def _execute(job: Job, resume: bool, stack: contextlib.ExitStack, transport: Tra
         sizes = [len(client.y_train) for client in federation.clients]
         samples = f"{min(sizes):,} to {max(sizes):,} training samples each"
         dealt = f"{len(federation)} clients by {partition_of(federation)}"
-        say(f"{job.first.data}: {dealt}, {samples}; model {own.short(job.first.model)}")
+        learns = "" if federation.objective == "classification" else f"; {_learns(federation, job.first.objective)}"
+        say(f"{job.first.data}: {dealt}, {samples}; model {own.short(job.first.model)}{learns}")
     for line in [*notes, *_unscaled(divided[0])]:
         say(line)
     divisions.transport = transport
     with stoppable(job.out if job.several else job.folder(next(iter(job.experiments)), 0)):
         done = _run_all(job, divisions, stacked, resume, transport)
     _report(job, done, dataclasses.replace(facts, hashes=tuple(done.hashes)))
+
+
+def _learns(federation: Federation, said: str) -> str:
+    """Say what is learned, and that it was taken from the targets where nobody has said it."""
+    by = " (as the targets are; --objective says otherwise)" if said == "auto" else ""
+    return f"{federation.objective} of {federation.classes} {federation.unit}{by}"
 
 
 def _check(job: Job, divisions: Divisions) -> tuple[list[str], list[str]]:

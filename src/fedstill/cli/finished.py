@@ -11,6 +11,7 @@ import numpy as np
 
 from ..core import settings
 from ..core.errors import InputError, Shown
+from ..core.metric import measure_of
 from ..core.reading import read_json, read_toml
 from ..report import figures
 from ..report.text import Facts, aligned, grouped, rows, scored
@@ -23,7 +24,7 @@ from ..run.result import Run
 from . import flags, show
 from .screen import results, say
 
-CONTRACT = ("score_model", "score_clients", "score_mean", "score_round")
+CONTRACT = ("score_model", "score_clients", "score_mean", "score_round", "score_metric")
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 40  # rounds of a curve that are drawn
 
@@ -169,12 +170,16 @@ def curves(runs: Mapping[str, Sequence[Run]], contract: Evaluation) -> list[str]
         return []
     lowest, highest = (f(v for points in drawn.values() for _, v in points) for f in (min, max))
     width, last = max(map(len, drawn)), max(points[-1][0] for points in drawn.values())
-    lines = [f"by round, to {last}: {BARS[0]} {100 * lowest:.1f} %, {BARS[-1]} {100 * highest:.1f} %"]
+    measure = contract.measure(next(iter(runs.values()))[0].history)
+    ends = f"{BARS[0]} {measure.text(lowest, 1)}, {BARS[-1]} {measure.text(highest, 1)}"
+    if measure.share:
+        ends = f"{BARS[0]} {100 * lowest:.1f} %, {BARS[-1]} {100 * highest:.1f} %"
+    lines = [f"by round, to {last}: {ends}"]
     for label, points in drawn.items():
         values = [value for _, value in points]
         chosen = [values[round(i)] for i in np.linspace(0, len(values) - 1, min(WIDTH, len(values)))]
         steps = [round((v - lowest) / max(highest - lowest, 1e-12) * (len(BARS) - 1)) for v in chosen]
-        lines.append(f"{label:<{width}}  {''.join(BARS[step] for step in steps)}  {100 * values[-1]:.2f}")
+        lines.append(f"{label:<{width}}  {''.join(BARS[step] for step in steps)}  {measure.text(values[-1])}")
     return lines
 
 
@@ -196,15 +201,15 @@ def clients(runs: Mapping[str, Sequence[Run]]) -> list[str]:
 
     def cell(each: Sequence[Mapping[str, float]], k: int) -> str:
         values = [record[str(k)] for record in each if str(k) in record]
-        return f"{100 * float(np.mean(values)):.2f}" if values else "–"
+        return measure.text(float(np.mean(values))) if values else "–"
 
-    named = outline is not None and bool(outline.names)
+    named, measure = outline is not None and bool(outline.names), measure_of("", scored(first))
     cells = [
         ("client", [str(k) for k in numbers]),
         *([("name", [outline.client(k) for k in numbers])] if named and outline is not None else []),
         ("train", [str(train.get(str(k), "–")) for k in numbers]),
         ("test", [str(tests.get(str(k), "–")) for k in numbers]),
-        *((f"{label} %", [cell(each, k) for k in numbers]) for label, each in records.items()),
+        *((measure.heading(label), [cell(each, k) for k in numbers]) for label, each in records.items()),
     ]
     others = f"runs on other divisions of the data, whose clients are others, are left out here: {left}"
     return [*aligned(cells), *(["", f"clients of seed {first.training.seed}; {others}"] if left else [])]

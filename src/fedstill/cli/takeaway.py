@@ -114,15 +114,34 @@ def predict(argv: Sequence[str]) -> None:
     else:
         width = max(len(row["sample"]) for row in rows[:SHOWN])
         for row in rows[:SHOWN]:
-            label = f"  ({row['label']})" if "label" in row and not row["right"] else ""
-            say(f"{row['sample']:<{width}}  {row['class']}  {100 * row['probability']:5.1f} %{label}")
+            say(f"{row['sample']:<{width}}  {_words(row)}")
         if len(rows) > SHOWN:
             say(f"… and {len(rows) - SHOWN:,} more: --out predictions.csv writes all")
     if predictions.accuracy is not None:
-        right = sum(row["right"] for row in rows)
-        say(f"accuracy {100 * predictions.accuracy:.2f} % ({right:,} of {len(rows):,} right)")
+        if predictions.objective.name == "classification":
+            right = sum(row["right"] for row in rows)
+            say(f"accuracy {100 * predictions.accuracy:.2f} % ({right:,} of {len(rows):,} right)")
+        else:
+            words = predictions.measure.words(predictions.accuracy)
+            say(words if not predictions.measure.share else f"{predictions.measure.title} {words}")
     if out is not None:
         say(f"{len(rows):,} predictions: {out}")
+
+
+def _words(row: dict[str, Any]) -> str:
+    """Return a prediction in a line."""
+    if "class" in row:
+        label = f"  ({row['label']})" if "label" in row and not row["right"] else ""
+        return f"{row['class']}  {100 * row['probability']:5.1f} %{label}"
+    if "labels" in row:
+        truth = f"  ({row['truth']})" if row.get("truth", row["labels"]) != row["labels"] else ""
+        return f"{row['labels']}{truth}"
+    if "classes" in row:
+        return str(row["classes"])
+    values = {name: value for name, value in row.items() if name != "sample"}
+    only = [f"{value:.6g}" for name, value in values.items() if name == "value"]
+    known = [f"({value:.6g})" for name, value in values.items() if name == "true value"]
+    return "  ".join([*only, *known] or [f"{name} {value:.6g}" for name, value in values.items()])
 
 
 def _generic(parser: flags.Parser, group: Any) -> None:

@@ -77,6 +77,8 @@ class Usage:
             for name, settle in (("model", models.settled), ("weights", weights.settled)):
                 if flag_values.get(name):
                     flag_values[name] = settle(flag_values[name])
+        if "metrics" in flag_values:
+            flag_values["metrics"] = [_kept(name) for words in flag_values["metrics"] for name in words.split(",")]
         return flag_values, words
 
     def _with_own(self, argv: Sequence[str]) -> list[str]:
@@ -123,6 +125,11 @@ class Usage:
         flags.add_methods(parser, {name: METHODS[name] for name in methods}, Experiment)
         flags.add(parser, Experiment, only)
         return parser
+
+
+def _kept(metric: str) -> str:
+    """Return a metric's name; one of somebody's own by its reference with a checksum."""
+    return own.reference_of(own.load("--metrics", metric)) if own.is_reference(metric) else metric
 
 
 RUN = Usage(

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from . import settings, terms
+from . import settings
 from .batch import Batch
 from .closed import CROSS_ENTROPY, ClosedForm
 from .task import Loss, Phase, Task, Upload
@@ -38,6 +38,8 @@ class Method:
     trains_generic: ClassVar[bool] = True
     """Whether the generic model as a whole is trained; where not, the mean of the personal models can be scored in its place."""
     needs_head: ClassVar[bool] = False
+    needs_classes: ClassVar[str] = ""
+    """Why it works with classification alone, in words that complete "fedrod, which …"; empty: with every objective."""
     needs_lora: ClassVar[bool] = False  # whether it is about LoRA's adapters
     averages: ClassVar[bool] = (
         False  # whether `merge` puts a plain mean into "params", which a server optimizer may follow
@@ -125,8 +127,8 @@ class Method:
         return (Phase(),)
 
     def fit(self, task: Task, params: Params, batch: Batch) -> Tensor:
-        """*Client.* Return the data term: cross-entropy."""
-        return terms.cross_entropy(task.logits(params, batch), batch)
+        """*Client.* Return the data term: the objective's loss."""
+        return task.fit(task.logits(params, batch), batch)
 
     def loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
         """*Client.* Return the objective of a phase that does not bring its own."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, grad_and_value, vmap
 
+from . import objective as objectives
 from . import plan, tree
 from .augment import Augment
 from .batch import Batch
@@ -153,6 +154,7 @@ class Site:
     steps: Tensor  # how many SGD steps the method's phases take this round
     last: Tensor  # the round in which the client last trained (float64); 0: it has not taken part yet
     trained: bool | None = None  # whether it has taken part, where the host knows that
+    balance: Tensor | None = None  # the weights of the classes, where they have any
 
 
 class Absent:
@@ -213,6 +215,7 @@ class Task:
     recipe: Recipe = PLAIN  # the optimiser of local work and what goes with it
     augment: Augment | None = None  # what a step's batch passes through; None: nothing
     now: Any = None  # the learning rate of this step, in a method's own step where a schedule changes it; else None
+    objective: objectives.Objective = objectives.CLASSES  # what is learned: the loss, and what distillation means
     differentiate: Differentiate = by_func  # how hooks that ask for a gradient get it
 
     def at_site(self, site: Site) -> Task:
@@ -267,6 +270,28 @@ class Task:
         """Return the model's output in training: dropout on, BatchNorm over the batch, which updates its running statistics."""
         return self.net(params, batch.x, train=True, key=batch.key, mask=batch.mask)
 
+    # ---- the objective -----------------------------------------------------------------------------------------------
+    def fit(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return the data loss of a batch: cross-entropy, squared error, …, by the objective."""
+        return self.objective.loss(outputs, batch, self._balance)
+
+    def each(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return the data loss, one number a sample."""
+        return self.objective.each(outputs, batch.y, self._balance)
+
+    def distill(self, teacher: Tensor, student: Tensor, tau: float, batch: Batch) -> Tensor:
+        """Return what holds a student to a teacher, averaged over a batch: KL(q_τ(teacher) ‖ q_τ(student)), by the objective."""
+        return self.objective.distill(teacher, student, tau, batch)
+
+    def distill_each(self, teacher: Tensor, student: Tensor, tau: float, batch: Batch) -> Tensor:
+        """Return the same, one number a sample."""
+        return self.objective.distill_each(teacher, student, tau, batch.y)
+
+    @property
+    def _balance(self) -> Tensor | None:
+        return None if self.site is None else self.site.balance
+
+    # ---- the model ---------------------------------------------------------------------------------------------------
     def gated_logits(self, params: Params, batch: Batch, gates: Mapping[str, Tensor]) -> Tensor:
         """Return training output with modules' inputs multiplied by gates; BatchNorm's running statistics stay unchanged."""
         copies = {name: params[name].clone() for name in self.net.buffers}
@@ -350,7 +375,7 @@ class Task:
         with torch.no_grad():
             params = {name: self.net.fast_layout(value) for name, value in params.items()}
             for rows in torch.split(site.index, CHUNK):
-                taps = {first: site.y}
+                taps = {first: site.index}
                 self.net(params, site.x[rows], train=False, taps=taps)
                 parts.append(taps[first].flatten(1))
         return torch.cat(parts)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import tree
 from .batch import Batch
+from .errors import InputError, Shown
 from .tree import Params
 
 
@@ -22,7 +23,14 @@ def mean(values: Tensor, batch: Batch) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
-    """CE: −log softmax(logits)[y], averaged over the batch; where samples are mixed, λ·CE(y) + (1−λ)·CE(y′)."""
+    """CE: −log softmax(logits)[y], averaged over the batch; `Task.fit` is the data loss of any objective.
+
+    Where samples are mixed it is λ·CE(y) + (1−λ)·CE(y′).
+    """
+    if batch.y.ndim != logits.ndim - 1 or logits.ndim != 2 or batch.y.is_floating_point():
+        shown = f"targets of shape {tuple(batch.y.shape)} and type {batch.y.dtype}"
+        right = "one whole number a sample: task.fit(outputs, batch) is the loss of every objective"
+        raise InputError("terms.cross_entropy", Shown(shown), right)
     if batch.other is not None and batch.share is not None:
         own, mixed = (F.cross_entropy(logits, y, reduction="none") for y in (batch.y, batch.other))
         return mean(batch.share * own + (1 - batch.share) * mixed, batch)

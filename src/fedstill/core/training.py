@@ -13,6 +13,7 @@ from typing import Literal
 
 from .augment import Augment
 from .errors import InputError
+from .objective import read_weights
 from .optim import Recipe
 from .schedule import Schedule
 from .settings import Group, setting
@@ -121,12 +122,21 @@ class LocalTraining(Group):
         "augment batches in training: crop:P,flip,cutout:S,jitter:A,mixup:α, or some of these",
         group="local training",
     )
+    class_weights: str = setting(
+        "none",
+        "weights of the classes in the loss: none; balanced, by each client's own training samples; or numbers with commas",
+        group="local training",
+    )
+    label_smoothing: float = setting(
+        0.0, "share of a target that goes to all classes alike", least=0, most=1, group="local training"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.nesterov and not self.momentum:
             raise InputError("nesterov", True, "false, or a momentum above 0")
         Augment.parse(self.augment)
+        read_weights(self.class_weights)
 
     def recipe(self) -> Recipe:
         """Return how local training makes its steps."""
@@ -333,15 +343,24 @@ class FurtherScores(Group):
     fine_tune_part: Literal["head", "all"] = setting("head", "what these epochs train", group="scores")
     newcomers: int = setting(0, "clients, by the seed, that join only after the federation", least=0, group="scores")
     join_epochs: int = setting(5, "epochs that a newcomer then trains on its own data", least=1, group="scores")
+    metrics: tuple[str, ...] = setting(
+        (),
+        "metrics beside accuracy, with commas: f1, auroc, ece, rmse, … or a function of your own, FILE.py:NAME; "
+        "empty: the usual ones of the objective",
+        group="scores",
+    )
+    score_metric: str = setting(
+        "", "the contract: which metric; empty: accuracy, or what the objective has in its place", group="scores"
+    )
     score_model: Literal["personal", "generic", "fine-tuned", "new", "external", "averaged", "newcomers"] = setting(
         "personal", "the evaluation contract of tables, figures and summaries: which model", group="scores"
     )
     score_clients: Literal["all", "participants", "common"] = setting(
         "all", "the contract: whose test data; common: the common test set", group="scores"
     )
-    score_mean: Literal["client", "sample", "training"] = setting(
-        "client", "the contract: what counts alike, clients, test samples or (a client's weight) training samples",
-        group="scores",
+    score_mean: Literal["client", "sample", "training", "pooled"] = setting(
+        "client", "the contract: what counts alike, clients, test samples or (a client's weight) training samples; pooled: the "
+        "metric of all clients' predictions together", group="scores",
     )  # fmt: skip
     score_round: Literal["last", "mean10", "best-val", "best-test"] = setting(
         "last", "the contract: which round; mean10: mean of the last ten scored", group="scores"
@@ -359,6 +378,11 @@ class FurtherScores(Group):
         least=0,
         group="scores",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = [name.strip() for words in self.metrics for name in words.split(",")]
+        object.__setattr__(self, "metrics", tuple(filter(None, names)))
 
     def unused(self) -> dict[str, str]:
         """Return what belongs to a score that is not asked for."""

@@ -9,10 +9,12 @@ import numpy as np
 import torch
 
 from ..core.errors import InputError, Shown
-from .dataset import Array, is_ids, targets
+from ..core.objective import ObjectiveName
+from . import targets
+from .dataset import Array, is_ids
 
 
-def _array(where: str, value: Any) -> Array:
+def array(where: str, value: Any) -> Array:
     """Return the value as a numpy array, which may share memory with it."""
     if isinstance(value, torch.Tensor):
         tensor = value.detach().cpu()
@@ -28,7 +30,7 @@ def read_samples(where: str, value: Any) -> torch.Tensor:
 
     float64 stays as it is, uint8 is scaled to [0, 1], other whole numbers are ids and become int64, the rest float32.
     """
-    x = _array(where, value)
+    x = array(where, value)
     if x.dtype.kind not in "buif":
         raise InputError(where, Shown(f"an array of type {x.dtype}"), "numbers")
     if x.ndim < 2:
@@ -46,9 +48,11 @@ def read_samples(where: str, value: Any) -> torch.Tensor:
     return out
 
 
-def read_labels(where: str, value: Any, count: int, classes: int | None) -> torch.Tensor:
-    """Return labels as a new int64 tensor, one for each of `count` samples."""
-    return torch.from_numpy(targets(where, _array(where, value), count, classes))
+def read_targets(
+    where: str, value: Any, count: int, size: int | None, objective: ObjectiveName = "classification"
+) -> torch.Tensor:
+    """Return targets as a new tensor, one for each of `count` samples: labels are int64."""
+    return torch.from_numpy(targets.read(where, array(where, value), count, objective, size))
 
 
 def check_same(xs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -12,10 +12,16 @@ import torch
 from numpy.typing import NDArray
 
 from ..core.errors import InputError, Shown, can_be_shown
+from ..core.objective import ObjectiveName
+from . import targets as target_forms
+from .targets import AUTO
+from .targets import MAX_CLASSES as MAX_CLASSES
+from .targets import Array as Array
+from .targets import Ints as Ints
+from .targets import count_classes as count_classes
 
-Array = NDArray[Any]
-Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+targets = target_forms.class_targets
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,10 +36,10 @@ class Dataset:
 
     name: str
     x: Array
-    y: Ints
-    classes: int
+    y: Array
+    classes: int  # of other objectives the number of labels, outputs or classes of tokens
     test_x: Array | None = None
-    test_y: Ints | None = None
+    test_y: Array | None = None
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     domain: Ints | None = None
@@ -42,6 +48,7 @@ class Dataset:
     test_owner: Ints | None = None
     labels: tuple[str, ...] = ()  # the classes' names, where the source has them
     groups: tuple[str, ...] = ()  # the domains' or owners' names
+    objective: ObjectiveName = "classification"
 
     def __post_init__(self) -> None:
         for x, y, field in ((self.x, self.y, "x"), (self.test_x, self.test_y, "test_x")):
@@ -89,7 +96,7 @@ class Dataset:
         return out
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the training split as normalised samples and int64 labels."""
+        """Return the training split as normalised samples and targets."""
         return self.tensor(self.x), torch.from_numpy(self.y.copy())
 
     def test_tensors(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -100,7 +107,7 @@ class Dataset:
 
     def like(self, other: Dataset) -> Dataset:
         """Return this set normalised as another is, to test models that were trained on the other."""
-        if self.shape != other.shape or self.classes != other.classes:
+        if (self.shape, self.classes, self.objective) != (other.shape, other.classes, other.objective):
             shown = Shown(f"samples {self.shape} of {self.classes} classes")
             raise InputError(self.name, shown, f"{other.shape} of {other.classes} classes as {other.name} is")
         return replace(self, mean=other.mean, std=other.std)
@@ -159,41 +166,6 @@ def same_kind(xs: Sequence[Array]) -> list[Array]:
     return [x.astype(np.float32) if mixed and x.dtype == np.int64 else x for x in xs]
 
 
-MAX_CLASSES = 100_000  # each costs a row of the model's head and of the tables of counts
-GAPS = 1000  # classes up to which labels may leave as many numbers out as they like
-
-
-def targets(where: str, y: Array, count: int, classes: int | None = None) -> Ints:
-    """Return labels as int64, checked: one per sample, integers from 0 to `classes` − 1 (None: not known)."""
-    if y.shape != (count,):
-        raise InputError(where, Shown(f"labels of shape {y.shape}"), f"one label for each of the {count} samples")
-    if y.dtype.kind not in "buif":
-        raise InputError(where, Shown(f"labels of type {y.dtype}"), "whole numbers")
-    limit = MAX_CLASSES if classes is None else classes
-    # a NaN fails every comparison, so it is caught here as well
-    valid = (y >= 0) & (y < limit) & (np.mod(y, 1) == 0) if y.dtype.kind == "f" else (y >= 0) & (y < limit)
-    if not valid.all():
-        first = int(np.flatnonzero(~valid)[0])
-        shown = Shown(f"label {y[first].item()} of sample {first}")
-        raise InputError(where, shown, f"a whole number of at least 0 and below {limit:,}")
-    return y.astype(np.int64)
-
-
-def count_classes(where: str, labels: Sequence[Ints]) -> int:
-    """Return 1 + the largest label; refuse labels that leave most numbers out, since each number costs memory.
-
-    >>> count_classes("y", [np.array([0, 2]), np.array([1, 4])])
-    5
-    """
-    classes = 1 + max(int(y.max()) for y in labels)
-    if classes > GAPS:
-        occurring = len(np.unique(np.concatenate([np.unique(y) for y in labels])))
-        if classes > 2 * occurring:
-            shown = Shown(f"label {classes - 1} where {occurring} different labels occur")
-            raise InputError(where, shown, "classes numbered 0, 1, 2, … with few numbers left out")
-    return classes
-
-
 def moments(x: Array) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the mean and standard deviation per channel of x/255, from exact counts of uint8 values."""
     mean, std, values = [], [], np.arange(256) / 255
@@ -216,21 +188,24 @@ def dataset(
     y: Array,
     test: tuple[Array, Array] | None = None,
     classes: int | None = None,
+    objective: str = AUTO,
     **fields: Any,
 ) -> Dataset:
     """Build a checked Dataset from raw arrays; `where` names the file or folder in an error."""
     if classes is not None and classes > MAX_CLASSES:
         raise InputError(where, Shown(f"{classes:,} classes"), f"at most {MAX_CLASSES:,}")
     train_x = samples(where, x)
-    train_y = targets(where, y, len(train_x), classes)
+    raw = [y, *([] if test is None else [test[1]])]
+    kind = target_forms.decide(where, raw, objective if classes is None else objective.replace(AUTO, "classification"))
+    train_y = target_forms.read(where, y, len(train_x), kind, classes)
     test_x = test_y = None
     if test is not None:
         train_x, test_x = same_kind([train_x, samples(where, test[0])])
         if test_x.shape[1:] != train_x.shape[1:] or test_x.dtype != train_x.dtype:
             shown = f"test samples {test_x.shape[1:]} {test_x.dtype}"
             raise InputError(where, Shown(shown), f"{train_x.shape[1:]} {train_x.dtype} as the training samples are")
-        test_y = targets(where, test[1], len(test_x), classes)
+        test_y = target_forms.read(where, test[1], len(test_x), kind, classes)
     if classes is None:
-        classes = count_classes(where, [y for y in (train_y, test_y) if y is not None])
+        classes = target_forms.size_of(where, [y for y in (train_y, test_y) if y is not None], kind)
     mean, std = moments(train_x) if train_x.dtype == np.uint8 else ((), ())
-    return Dataset(name, train_x, train_y, classes, test_x, test_y, mean, std, **fields)
+    return Dataset(name, train_x, train_y, classes, test_x, test_y, mean, std, objective=kind, **fields)

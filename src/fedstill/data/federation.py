@@ -13,13 +13,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from ..core import objective as objectives
 from ..core.errors import InputError, Shown
 from ..core.memory import require
-from .arrays import check_same, read_labels, read_samples
-from .dataset import MAX_CLASSES, Dataset, Ints, count_classes
+from ..core.objective import IGNORED, Objective, ObjectiveName
+from . import arrays
+from .arrays import check_same, read_samples, read_targets
+from .dataset import MAX_CLASSES, Dataset, Ints
 from .partition import Partition, deal, parse
 from .record import Record, load_record
 from .split import official_test, parse_split, split_indices
+from .targets import AUTO, decide, size_of
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 LISTED = 20  # clients that a notebook lists
@@ -51,6 +55,7 @@ class Whole:
 class Federation:
     """Clients with the same classes and sample shape, and a global test set where there is one.
 
+    `classes` is of other objectives than classification the number of labels, outputs or classes of tokens.
     `partition_record` is the content of partition.json; `hash` identifies the partition (for arrays, the data).
     """
 
@@ -66,12 +71,13 @@ class Federation:
     external: Pair | None = None  # test data of a source that no client had, normalised alike
     whole: Whole | None = None  # of a share (`only`): what is known of all clients
     names: tuple[str, ...] = ()  # the clients' names, where each is one owner or domain of the source
+    objective: ObjectiveName = "classification"  # what the targets are for
 
     def __repr__(self) -> str:
         sizes = self.sizes("train")
         shape = "×".join(map(str, self.shape))
         return (
-            f"Federation({self.name!r}: {len(self)} clients, {self.classes} classes, samples of {shape}, "
+            f"Federation({self.name!r}: {len(self)} clients, {self.classes} {self.unit}, samples of {shape}, "
             f"{min(sizes):,} to {max(sizes):,} training samples each; hash {self.hash[:12]})"
         )
 
@@ -107,6 +113,21 @@ class Federation:
         """The shape of one sample."""
         return tuple(self.clients[0].x_train.shape[1:])
 
+    @property
+    def target(self) -> tuple[int, ...]:
+        """The shape of one sample's target: () of a class."""
+        return tuple(self.clients[0].y_train.shape[1:])
+
+    @property
+    def unit(self) -> str:
+        """What `classes` counts, in words."""
+        unit = objectives.OBJECTIVES[self.objective].unit
+        return unit.removesuffix("s") if self.classes == 1 and unit.endswith("s") and unit != "classes" else unit
+
+    def learns(self, weights: str = "none", smoothing: float = 0.0) -> Objective:
+        """Return the objective of the clients' targets."""
+        return objectives.of(self.objective, self.classes, self.target, weights, smoothing)
+
     def sizes(self, split: Literal["train", "test", "val"]) -> tuple[int, ...]:
         """Return the samples that each client has in a split."""
         if self.whole is not None:
@@ -121,11 +142,14 @@ class Federation:
         return replace(self, clients=tuple(members), whole=whole)
 
     def counts(self) -> Ints:
-        """Return the samples per class of every client, over all its splits: [clients, classes]."""
+        """Return the samples per class of every client, over all its splits: [clients, classes].
+
+        Of labels those that have each, of tokens how many are of each class, of numbers all samples: [clients, 1].
+        """
         rows = []
         for client in self.clients:
-            labels = [client.y_train, client.y_test, *([] if client.y_val is None else [client.y_val])]
-            rows.append(torch.bincount(torch.cat(labels), minlength=self.classes).numpy())
+            y = torch.cat([client.y_train, client.y_test, *([] if client.y_val is None else [client.y_val])])
+            rows.append(class_counts(self.objective, y, self.classes).numpy())
         return np.stack(rows)
 
     @classmethod
@@ -136,9 +160,13 @@ class Federation:
         classes: int | None = None,
         test: Sequence[Any] | None = None,
         name: str = "arrays",
+        objective: str = AUTO,
+        labels: Sequence[str] = (),
     ) -> Federation:
         """Build a federation from one (x_train, y_train, x_test, y_test) per client, numpy arrays or torch tensors.
 
+        `objective` is "classification", "regression", "multilabel" or "tokens"; auto: as form and type of the targets say.
+        `labels` are names of the classes, labels or outputs.
         Everything is copied. float64 stays float64, uint8 images become float32 from 0 to 1, other numbers float32.
         """
         if isinstance(classes, np.integer):
@@ -152,20 +180,23 @@ class Federation:
                 "clients", type(clients).__name__, "a list of at least one (x_train, y_train, x_test, y_test)"
             )
         xs: dict[str, torch.Tensor] = {}
-        ys: dict[str, torch.Tensor] = {}
-        for k, arrays in enumerate(clients):
-            if not isinstance(arrays, tuple | list) or len(arrays) != 4:
-                size = f" of {len(arrays)}" if isinstance(arrays, tuple | list) else ""
-                raise InputError(f"clients[{k}]", type(arrays).__name__ + size, "(x_train, y_train, x_test, y_test)")
-            for subset, x, y in (("train", arrays[0], arrays[1]), ("test", arrays[2], arrays[3])):
+        raw: dict[str, tuple[str, Any]] = {}
+        for k, four in enumerate(clients):
+            if not isinstance(four, tuple | list) or len(four) != 4:
+                size = f" of {len(four)}" if isinstance(four, tuple | list) else ""
+                raise InputError(f"clients[{k}]", type(four).__name__ + size, "(x_train, y_train, x_test, y_test)")
+            for subset, x, y in (("train", four[0], four[1]), ("test", four[2], four[3])):
                 where = f"clients[{k}].x_{subset}"
                 xs[where] = read_samples(where, x)
-                ys[where] = read_labels(f"clients[{k}].y_{subset}", y, len(xs[where]), classes)
+                raw[where] = f"clients[{k}].y_{subset}", y
         if test is not None:
             if not isinstance(test, tuple | list) or len(test) != 2:
                 raise InputError("test", type(test).__name__, "(x, y)")
             xs["test.x"] = read_samples("test.x", test[0])
-            ys["test.x"] = read_labels("test.y", test[1], len(xs["test.x"]), classes)
+            raw["test.x"] = "test.y", test[1]
+        found = {where: arrays.array(*named) for where, named in raw.items()}
+        kind = decide("clients[0].y_train", list(found.values()), objective)
+        ys = {at: read_targets(raw[at][0], y, len(xs[at]), classes, kind) for at, y in found.items()}
         xs = check_same(xs)
         digest = hashlib.sha256()
         for where, x in xs.items():
@@ -173,13 +204,16 @@ class Federation:
             digest.update(x.numpy().tobytes())
             digest.update(ys[where].numpy().tobytes())
         if classes is None:
-            classes = count_classes("clients", [y.numpy() for y in ys.values()])
+            classes = size_of("clients", [y.numpy() for y in ys.values()], kind)
         names = [(f"clients[{k}].x_train", f"clients[{k}].x_test") for k in range(len(clients))]
         members = tuple(Client(xs[a], ys[a], xs[b], ys[b]) for a, b in names)
         sizes = [[len(ys[a]), len(ys[b])] for a, b in names]
         record = {"format": 1, "kind": "arrays", "clients": len(members), "source": name, "sizes": sizes}
         global_test = (xs["test.x"], ys["test.x"]) if test is not None else None
-        return cls(members, classes, name, digest.hexdigest(), global_test, {**record, "hash": digest.hexdigest()})
+        return cls(
+            members, classes, name, digest.hexdigest(), global_test, {**record, "hash": digest.hexdigest()}, tuple(labels),
+            objective=kind,
+        )  # fmt: skip
 
     @classmethod
     def from_dataset(
@@ -215,12 +249,12 @@ class Federation:
         data = dataset.pooled() if pool == "all" else dataset
         indices = deal(
             scheme,
-            data.y,
+            _strata(data, scheme),
             clients,
             seed,
             domain=data.domain,
             owner=data.owner,
-            classes=data.classes,
+            classes=data.classes if data.objective == "classification" else 1,
             min_samples=ratio.min_samples,
         )
         record = _record(scheme, data, indices, seed, pool, split)
@@ -233,8 +267,30 @@ class Federation:
             members.append(Client(*_take(data, train), *_take(data, test), *(_take(data, val) if len(val) else ())))
         return cls(
             tuple(members), data.classes, data.name, record.hash, data.test_tensors(), record.to_dict(),
-            data.labels, data.mean, data.std, names=record.names,
+            data.labels, data.mean, data.std, names=record.names, objective=data.objective,
         )  # fmt: skip
+
+
+def class_counts(objective: str, y: torch.Tensor, size: int) -> torch.Tensor:
+    """Return how many of the targets are of each class (see `Federation.counts`)."""
+    if objective == "regression":
+        return torch.tensor([len(y)])
+    if objective == "multilabel":
+        return (y > 0.5).sum(0)
+    return torch.bincount(y[y != IGNORED], minlength=size)
+
+
+BY_CLASS = ("dirichlet", "balanced-dirichlet", "shards", "classes")  # partitions that look at a sample's class
+
+
+def _strata(data: Dataset, scheme: Partition) -> Ints:
+    """Return the classes by which samples are dealt; where they have no single class, one for all."""
+    if data.objective == "classification":
+        return data.y
+    if scheme.kind in BY_CLASS:
+        right = f"iid, lognormal:σ, owner, domain or file with {data.objective}, where a sample is not of one class"
+        raise InputError("partition", str(scheme), right)
+    return np.zeros(len(data.y), np.int64)
 
 
 def _sizes(client: Client) -> dict[str, int]:
@@ -265,7 +321,10 @@ def _official_client(data: Dataset, scheme: Partition, indices: Ints, total: int
         if len(index) == 0:
             raise InputError("split", "official", f"percentages such as '80/20': client {client} has no official tests")
     else:
-        index = official_test(data.y[indices], data.test_y, data.classes, total, seed, client)
+        own, asked = data.y[indices], data.test_y
+        if data.objective != "classification":  # as if all were of one class
+            own, asked = np.zeros(len(own), np.int64), np.zeros(len(asked), np.int64)
+        index = official_test(own, asked, data.classes, total, seed, client)
     tests = data.tensor(data.test_x[index]), torch.from_numpy(data.test_y[index])
     return Client(*_take(data, indices), *tests)
 

@@ -24,7 +24,8 @@ import numpy as np
 
 from ..core import memory, reading
 from ..core.errors import InputError, first_line, shorten
-from .dataset import Array, Dataset, dataset
+from .dataset import Dataset, dataset
+from .targets import AUTO, Array
 
 IDX = tuple(f"{subset}-{kind}-ubyte" for subset in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
 CIFAR_SAMPLE = 1000  # records up to which a file of CIFAR's counts as a sample of it
@@ -319,10 +320,10 @@ def _array(
     return array.reshape(shape[::-1]).T if fortran else array.reshape(shape)
 
 
-def npz_set(name: str, path: Path, classes: int | None = None) -> Dataset:
+def npz_set(name: str, path: Path, classes: int | None = None, objective: str = AUTO) -> Dataset:
     """Read a data set from one npz file."""
     x, y, test = npz(path)
-    return dataset(name, str(path), x, y, test, classes)
+    return dataset(name, str(path), x, y, test, classes, objective)
 
 
 def digits() -> Dataset:

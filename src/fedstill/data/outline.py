@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..core.objective import OBJECTIVES, ObjectiveName
 from ..core.reading import Unreadable, field, items
 from .dataset import MAX_CLASSES
 from .federation import Client, Federation, Whole
@@ -28,6 +29,8 @@ class Outline:
     std: tuple[float, ...] = ()
     sizes: tuple[Mapping[str, int], ...] = ()  # by client the samples of each split
     name: str = ""  # of the data set
+    objective: ObjectiveName = "classification"
+    target: tuple[int, ...] = ()  # the shape of one sample's target
 
     @classmethod
     def of(cls, federation: Federation) -> Outline:
@@ -44,6 +47,8 @@ class Outline:
             std=federation.std,
             sizes=tuple(dict(zip(known, sizes, strict=True)) for sizes in zip(*columns, strict=True)),
             name=federation.name,
+            objective=federation.objective,
+            target=federation.target,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,6 +57,8 @@ class Outline:
             "name": self.name,
             "shape": list(self.shape),
             "dtype": self.dtype,
+            "objective": self.objective,
+            "target": list(self.target),
             "classes": self.classes,
             "labels": list(self.labels),
             "names": list(self.names),
@@ -72,6 +79,9 @@ class Outline:
         dtype = field(record, "dtype", str)
         if dtype not in ("float32", "float64", "int64"):
             raise Unreadable("float32, float64 or int64 as dtype")
+        objective = field(record, "objective", str, "classification")
+        if objective not in OBJECTIVES:
+            raise Unreadable(f"one of {', '.join(OBJECTIVES)} as objective")
         return cls(
             shape=tuple(items(record, "shape", int)),
             dtype=dtype,
@@ -82,18 +92,21 @@ class Outline:
             std=tuple(items(record, "std", float)),
             sizes=tuple(dict(zip(splits, row, strict=True)) for row in rows),
             name=field(record, "name", str, ""),
+            objective=OBJECTIVES[objective].name,
+            target=tuple(items(record, "target", int)) if "target" in record else (),
         )
 
     def federation(self, partition: Mapping[str, Any]) -> Federation:
         """Return the federation without any samples, whose division is this one."""
         x = torch.empty((0, *self.shape), dtype=getattr(torch, self.dtype))
-        y = torch.empty(0, dtype=torch.int64)
+        whole = OBJECTIVES[self.objective].whole
+        y = torch.empty((0, *self.target), dtype=torch.int64 if whole else torch.promote_types(x.dtype, torch.float32))
         nobody = Client(x, y, x, y, *((x, y) if self.sizes and "val" in self.sizes[0] else ()))
         checksum = str(partition.get("contents", ""))
-        whole = Whole(frozenset(), False, tuple(dict(sizes) for sizes in self.sizes), checksum)
+        known = Whole(frozenset(), False, tuple(dict(sizes) for sizes in self.sizes), checksum)
         return Federation(
             (nobody,) * len(self.sizes), self.classes, self.name, str(partition.get("hash", "")), None, dict(partition),
-            self.labels, self.mean, self.std, None, whole, self.names,
+            self.labels, self.mean, self.std, None, known, self.names, self.objective,
         )  # fmt: skip
 
     def client(self, k: int) -> str:

@@ -15,6 +15,7 @@ from .files import npz_samples, wrong
 from .images import SUFFIXES, decode, folders_in, images_in, is_class_folder
 from .outline import Outline
 from .silos import numbered, read_csv, silo_files
+from .targets import read as read_targets
 
 ARRAYS = (".csv", ".npz")
 
@@ -50,7 +51,7 @@ def read(path: str | Path, outline: Outline) -> Own:
         )
     if x.dtype != np.uint8:
         x = x.astype(np.int64 if outline.dtype == "int64" else np.float32)
-    labels = np.zeros(len(x), np.int64) if y is None else y
+    labels = np.zeros(len(x), np.int64) if y is None or outline.objective != "classification" else y
     alike = Dataset("data", x, labels, outline.classes, mean=outline.mean, std=outline.std)
     return Own(alike.tensor(x), None if y is None else torch.from_numpy(y), where)
 
@@ -101,7 +102,11 @@ def _arrays(paths: Sequence[Path], outline: Outline) -> tuple[Array, Ints | None
                 path, f"samples of {_shape(xs[0].shape[1:])} as in {paths[0].name} (it has {_shape(xs[-1].shape[1:])})"
             )
         known = outline.labels or tuple(map(str, range(outline.classes)))
-        ys.append(None if y is None else numbered(path, y, len(x), known))
+        if y is not None and outline.objective != "classification":
+            y = read_targets(str(path), y, len(x), outline.objective, outline.classes)
+        ys.append(
+            None if y is None else y if outline.objective != "classification" else numbered(path, y, len(x), known)
+        )
         where += [f"{path.name}:{row}" for row in range(len(x))]
     labelled = [y for y in ys if y is not None]
     if labelled and len(labelled) < len(ys):

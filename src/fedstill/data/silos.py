@@ -13,8 +13,10 @@ import numpy as np
 
 from ..core.errors import InputError, Shown, can_be_shown, first_line, nearest
 from ..core.memory import in_words, require
-from .dataset import Array, Dataset, Ints, dataset, same_kind, samples, targets
+from . import targets as target_forms
+from .dataset import Dataset, Ints, dataset, same_kind, samples, targets
 from .files import npz, regular, wrong
+from .targets import AUTO, Array
 
 LABELS = ("label", "y")
 LONGEST_LINE = 16 << 20  # bytes
@@ -26,7 +28,7 @@ def silo_files(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if p.suffix.lower() in (".csv", ".npz") and p.is_file())
 
 
-def silo_set(name: str, folder: Path) -> Dataset | None:
+def silo_set(name: str, folder: Path, objective: str = AUTO) -> Dataset | None:
     """Read a folder of silos (sorted by file name, each a client); return None where there is no such file."""
     files = silo_files(folder)
     if not files:
@@ -41,7 +43,7 @@ def silo_set(name: str, folder: Path) -> Dataset | None:
             x, y, test = npz(path)
         xs.append(samples(str(path), x))
         ys.append(y)
-        if len(y) != len(x) or y.dtype.kind != "U":
+        if len(y) != len(x):
             targets(str(path), y, len(x))
         if xs[-1].shape[1:] != xs[0].shape[1:] or _are_bytes(xs[-1]) != _are_bytes(xs[0]):
             raise wrong(path, f"samples of {_describe(xs[0])} as in {files[0].name} (it has {_describe(xs[-1])})")
@@ -56,9 +58,20 @@ def silo_set(name: str, folder: Path) -> Dataset | None:
             raise wrong(path, f"test samples of {_describe(xs[0])} (it has {_describe(x)})")
     both = same_kind([*xs, *test_x])
     xs, test_x = both[: len(xs)], both[len(xs) :]
-    test_y = [targets(str(p), t[1], len(t[0])) for p, t in zip(files, tests, strict=True) if t is not None]
     labels = _class_names(files, ys)
-    numbers = [numbered(path, y, len(x), labels) for path, x, y in zip(files, xs, ys, strict=True)]
+    given = [t[1] for t in tests if t is not None]
+    kind = target_forms.decide(
+        str(folder), [*ys, *given], "classification" if labels and objective == AUTO else objective
+    )
+    if labels and kind != "classification":
+        raise InputError("objective", objective, f"'classification': the targets of {folder} are names of classes")
+    numbers: list[Array] = [
+        numbered(path, y, len(x), labels) if kind == "classification" else target_forms.read(str(path), y, len(x), kind)
+        for path, x, y in zip(files, xs, ys, strict=True)
+    ]
+    test_y = [target_forms.read(str(p), y, len(x), kind) for p, y, x in zip(files, given, test_x, strict=False)]
+    if kind != "classification":
+        target_forms.size_of(str(folder), [*numbers, *test_y], kind)
     return dataset(
         name,
         str(folder),
@@ -70,6 +83,7 @@ def silo_set(name: str, folder: Path) -> Dataset | None:
         owner=np.repeat(np.arange(len(xs)), [len(x) for x in xs]),
         test_owner=np.repeat(np.arange(len(test_x)), [len(x) for x in test_x]) if test_x else None,
         groups=tuple(path.stem for path in files),
+        objective=kind,
     )
 
 

@@ -7,6 +7,7 @@ complete set; or names joined by +, each a domain, with one `@SIZE` at the end.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from .leaf import femnist_set
 from .silos import silo_set
 from .svhn import mat_set
 from .synthetic import synthetic
+from .targets import AUTO
 
 CIFAR10 = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
 ARRAYS = " (train_x, train_y, test_x, test_y)"
@@ -250,21 +252,34 @@ def load(
     *,
     fetch: bool = True,
     progress: download.Progress | None = None,
+    objective: str = AUTO,
 ) -> Dataset:
     """Load a data set by name or path.
 
     `source` is a name of the catalogue; several names joined by + (each a domain; `@SIZE` at the end sets the images'
     size); the path of an npz file; or a folder of images (`class/…`, `train/class/…`, `domain/class/…`; `PATH@SIZE`
     resizes, `PATH#DOMAIN,DOMAIN` reads some domains with the classes of all) or of silos (one CSV or npz file per
-    client). Missing files are downloaded unless `fetch` is False.
+    client). Missing files are downloaded unless `fetch` is False. `objective` says what the targets are for; auto: as their form
+    and type say.
     """
     try:
-        return _load(source, root_of(root), fetch, progress)
+        return _as(_load(source, root_of(root), fetch, progress, objective), str(source), objective)
     except MemoryError:
         raise InputError("data", str(source), "small enough for the memory") from None
 
 
-def _load(source: str | Path, folder: Path, fetch: bool, progress: download.Progress | None) -> Dataset:
+def _as(data: Dataset, source: str, objective: str) -> Dataset:
+    """Return a data set for the objective that is said: labels of a class can also be learned as numbers."""
+    if objective in (AUTO, data.objective):
+        return data
+    if objective != "regression" or data.objective != "classification":
+        raise InputError("objective", objective, f"{data.objective!r}, as the targets of {source} are")
+    y, test_y = (None if y is None else y.astype("float32")[:, None] for y in (data.y, data.test_y))
+    assert y is not None
+    return dataclasses.replace(data, y=y, test_y=test_y, classes=1, labels=(), objective="regression")
+
+
+def _load(source: str | Path, folder: Path, fetch: bool, progress: download.Progress | None, objective: str) -> Dataset:
     text = str(source)
     if isinstance(source, str):
         name, _, parameter = text.partition(":")
@@ -287,7 +302,7 @@ def _load(source: str | Path, folder: Path, fetch: bool, progress: download.Prog
                     raise InputError("data", text, f"sets whose images have one size each, unlike {name}")
             domains = (_load_named(name, name, Request(name), folder, fetch, progress) for name in names)
             return join_domains(text, domains, size)
-    return _load_path(text)
+    return _load_path(text, objective)
 
 
 def _load_named(
@@ -324,16 +339,16 @@ def _name_with_groups(name: str, chosen: tuple[str, ...]) -> str:
     return f"{name}#{','.join(sorted(chosen))}" if chosen else name
 
 
-def _load_path(text: str) -> Dataset:
+def _load_path(text: str, objective: str) -> Dataset:
     path, size, chosen = _parse_path(text)
     if path.is_file() and (size is not None or chosen):
         raise InputError("data", text, f"{path} without @SIZE and #: it is a file")
     if path.is_file() and path.suffix.lower() == ".npz":
-        return npz_set(path.stem, path)
+        return npz_set(path.stem, path, objective=objective)
     if path.is_dir():
         name = _name_with_groups(path.resolve().name, chosen)
         try:
-            data = silo_set(name, path)
+            data = silo_set(name, path, objective)
             if data is not None and chosen:
                 raise InputError("data", text, f"{path} without #: only folders of domains have parts to choose among")
             if data is None:

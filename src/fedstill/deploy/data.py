@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from ..core.errors import InputError, Shown
+from ..core.objective import OBJECTIVES, ObjectiveName
 from ..data import Federation
 from ..data import load as load_source
 from ..data.federation import Client, Whole
 
 SPLITS = ("train", "test", "val")
+USUAL: dict[str, Any] = {"objective": "classification", "target": []}  # of a site of an earlier version
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,16 +26,17 @@ class SiteData:
     client: Client
     classes: int
     labels: tuple[str, ...] = ()
+    objective: ObjectiveName = "classification"
 
     @classmethod
-    def read(cls, path: str, split: str = "80/20") -> SiteData:
+    def read(cls, path: str, split: str = "80/20", objective: str = "auto") -> SiteData:
         """Read an npz file or a folder; what has no test part of its own is divided by `split`."""
-        dataset = load_source(path, fetch=False)
+        dataset = load_source(path, fetch=False, objective=objective)
         tests = dataset.test_tensors()
         if tests is not None:
-            return cls(Client(*dataset.tensors(), *tests), dataset.classes, dataset.labels)
+            return cls(Client(*dataset.tensors(), *tests), dataset.classes, dataset.labels, dataset.objective)
         whole = Federation.from_dataset(dataset, partition="iid", clients=1, split=split)
-        return cls(whole.clients[0], dataset.classes, dataset.labels)
+        return cls(whole.clients[0], dataset.classes, dataset.labels, dataset.objective)
 
     def about(self) -> dict[str, Any]:
         """Return what the hub must know: shape, classes and numbers of samples, and a checksum that tells of a change."""
@@ -45,6 +48,8 @@ class SiteData:
             "shape": shape,
             "dtype": dtype,
             "classes": self.classes,
+            "objective": self.objective,
+            "target": list(self.client.y_train.shape[1:]),
             "labels": list(self.labels),
             "sizes": sizes,
             "checksum": alone.checksum(),
@@ -59,17 +64,22 @@ class SiteData:
         sizes = tuple(own if k == client else dict.fromkeys(SPLITS, 0) for k in range(clients))
         whole = Whole(frozenset([client]), False, sizes, alone.checksum())
         record = {"format": 1, "kind": "arrays", "clients": clients}
-        return Federation(tuple(everyone), classes, "site", whole.checksum, None, record, self.labels, whole=whole)
+        return Federation(
+            tuple(everyone), classes, "site", whole.checksum, None, record, self.labels, whole=whole,
+            objective=self.objective,
+        )  # fmt: skip
 
 
 def problems(names: Sequence[str], abouts: Sequence[Mapping[str, Any]]) -> list[InputError]:
     """Return what does not fit together in how the sites describe their data, each with the site's name."""
     first, found = abouts[0], []
     for name, about in zip(names, abouts, strict=True):
-        for field in ("shape", "dtype"):
-            if about[field] != first[field]:
+        for field in ("shape", "dtype", "objective", "target"):
+            if about.get(field, USUAL.get(field)) != first.get(field, USUAL.get(field)):
                 right = f"{first[field]} as at site {names[0]!r}"
-                found.append(InputError(f"{field} of site {name!r}", Shown(str(about[field])), right))
+                found.append(
+                    InputError(f"{field} of site {name!r}", Shown(str(about.get(field, USUAL.get(field)))), right)
+                )
         if about["labels"] and first["labels"] and about["labels"] != first["labels"]:
             right = f"{', '.join(first['labels'])}, as at site {names[0]!r}"
             found.append(InputError(f"classes of site {name!r}", Shown(", ".join(about["labels"])), right))
@@ -86,7 +96,11 @@ def skeleton(names: Sequence[str], abouts: Sequence[Mapping[str, Any]]) -> Feder
         raise problem
     validated = {bool(first["sizes"].get("val"))}
     x = torch.empty((0, *first["shape"]), dtype=getattr(torch, first["dtype"]))
-    y = torch.empty(0, dtype=torch.int64)
+    learned = OBJECTIVES[first.get("objective", "classification")]
+    y = torch.empty(
+        (0, *first.get("target", ())),
+        dtype=torch.int64 if learned.whole else torch.promote_types(x.dtype, torch.float32),
+    )
     nobody = Client(x, y, x, y, *((x, y) if True in validated else ()))
     sums = ",".join(str(about["checksum"]) for about in abouts)
     sizes = tuple({split: int(about["sizes"].get(split, 0)) for split in SPLITS} for about in abouts)
@@ -95,7 +109,16 @@ def skeleton(names: Sequence[str], abouts: Sequence[Mapping[str, Any]]) -> Feder
     classes = max(int(about["classes"]) for about in abouts)
     whole = Whole(frozenset(), False, sizes, sums)
     return Federation(
-        (nobody,) * len(names), classes, "sites", sums, None, record, labels, whole=whole, names=tuple(names)
+        (nobody,) * len(names),
+        classes,
+        "sites",
+        sums,
+        None,
+        record,
+        labels,
+        whole=whole,
+        names=tuple(names),
+        objective=learned.name,
     )
 
 

@@ -13,6 +13,7 @@ import torch
 
 from ..core import files, tree
 from ..core.errors import InputError, Shown
+from ..core.own import is_reference
 from ..core.secret import Secret
 from ..core.training import REAL
 from ..core.version import __version__
@@ -183,6 +184,10 @@ def check(experiment: Experiment) -> Experiment:
     for name, why in LOCAL_ONLY.items():
         if getattr(experiment, name) != getattr(plain, name):
             raise InputError(name, getattr(experiment, name), f"{getattr(plain, name)!r} in a deployment: {why}")
+    for name in experiment.metrics:
+        if is_reference(name):
+            why = "a site runs no code on a hub's word"
+            raise InputError("metrics", name, f"one that comes with fedstill in a deployment: {why}")
     if experiment.privacy == "local" and experiment.fine_tune:
         right = "0 in a deployment with privacy 'local': sites would send scores of models trained without noise"
         raise InputError("fine_tune", experiment.fine_tune, right)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..core.objective import OBJECTIVES
 from ..core.version import __version__
 from ..transport.sites import Sites
 
@@ -146,8 +147,11 @@ def parse_about(about: object) -> dict[str, Any]:
     dtype = about["dtype"]
     sane = 1 <= len(shape) <= 6 and all(1 <= n <= 1 << 20 for n in shape) and 1 <= int(about["classes"]) <= 100_000
     sane = sane and all(0 < sizes[name] < 1 << 40 for name in {"train", "test", *sizes})
+    objective, target = str(about.get("objective", "classification")), [int(n) for n in about.get("target", ())]
+    sane = sane and objective in OBJECTIVES and len(target) <= 1 and all(1 <= n <= 1 << 20 for n in target)
     if not sane or dtype not in ("float32", "float64", "int64"):
         raise ValueError
     numbers = {name: float(about["machine"][name]) for name in ("clock", "memory", "disk")}
     own = {"shape": shape, "dtype": dtype, "classes": int(about["classes"]), "labels": labels, "sizes": sizes}
+    own |= {"objective": objective, "target": target}
     return {**own, "checksum": str(about["checksum"])[:100], "machine": numbers}

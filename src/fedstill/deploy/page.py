@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core import reading
+from ..core.metric import Measure, measure_of
 from ..core.version import __version__
 from . import process
 from .folders import Hub
@@ -128,7 +129,8 @@ def _run(view: View) -> str:
     bar = f'<progress value="{done}" max="{view.rounds}">{done} of {view.rounds}</progress>' if view.rounds else ""
     sent = sum(_number(record, "bytes_total") for record in view.records)
     last = view.records[-1] if view.records else {}
-    tiles = [(f"{model} accuracy", _share(_latest(view.records, model))) for model in MODELS]
+    measure = _measure(view.records)
+    tiles = [(f"{model} {measure.title}", _score(_latest(view.records, model), measure)) for model in MODELS]
     tiles += [("models sent", _bytes(sent)), ("last round", _seconds(_number(last, "seconds")) if last else "–")]
     cells = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in tiles)
     state = '<span class="state good">goes on</span>' if view.open else '<span class="state off">over</span>'
@@ -142,7 +144,7 @@ def _run(view: View) -> str:
 
 
 def _sites(view: View) -> str:
-    counted = [0] * len(view.members)
+    counted, measure = [0] * len(view.members), _measure(view.records)
     for record in view.records:
         for k in record.get("participants", ()):
             if isinstance(k, int) and k < len(counted):
@@ -162,12 +164,12 @@ def _sites(view: View) -> str:
             "last seen": _ago(view.now - float(seen)) + " ago" if isinstance(seen, int | float) else "–",
             "samples": _text(f"{site['samples']:,}" if isinstance(site.get("samples"), int) else "–"),
             "rounds": "–" if k is None else f"{counted[k]} of {len(view.records)}",
-            "accuracy": _share(own),
+            measure.title: _score(own, measure),
             "sent to it": _bytes(_number(site, "sent")),
             "received": _bytes(_number(site, "received")),
         }
         rows.append("".join(f'<td data-name="{name}">{cell}</td>' for name, cell in cells.items()))
-    heads = ("site", "state", "last seen", "samples", "rounds", "accuracy", "sent to it", "received")
+    heads = ("site", "state", "last seen", "samples", "rounds", measure.title, "sent to it", "received")
     head = "".join(f'<th scope="col">{name}</th>' for name in heads)
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     empty = "" if rows else '<p class="quiet">No site was approved yet: fedstill hub approve REQUEST</p>'
@@ -197,29 +199,31 @@ def _runs(view: View) -> str:
 
 
 def _curve(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the accuracies by round as a picture, its words outside of it so that they keep their size."""
+    """Return the scores by round as a picture, its words outside of it so that they keep their size."""
     lines = {model: _points(records, model) for model in MODELS}
     lines = {model: points for model, points in lines.items() if points}
     if not lines:
         return '<p class="quiet">No round was scored yet.</p>'
-    low = math.floor(10 * min(value for points in lines.values() for _, value in points)) / 10
-    low, last = min(low, 0.9), max(len(records), 2)
-    drawn, legend = [], []
+    measure, every = _measure(records), [value for points in lines.values() for _, value in points]
+    low, high = min(math.floor(10 * min(every)) / 10, 0.9), 1.0
+    if not measure.share:
+        low, high = min(every), max(every) if max(every) > min(every) else min(every) + 1
+    last, drawn, legend = max(len(records), 2), [], []
     for model, points in lines.items():
-        places = [(100 * (t - 1) / (last - 1), 100 * (1 - value) / (1 - low)) for t, value in points]
+        places = [(100 * (t - 1) / (last - 1), 100 * (high - value) / (high - low)) for t, value in points]
         places = places if len(places) > 1 else places * 2  # a line of no length is a dot
         path = " ".join(f"{x:.2f},{y:.2f}" for x, y in places)
         drawn.append(f'<polyline class="{model}" points="{path}"/>')
         legend.append(f'<li class="{model}">{model}</li>')
     grid = "".join(f'<line x1="0" x2="100" y1="{y}" y2="{y}"/>' for y in (0, 50, 100))
     spoken = "; ".join(
-        f"{model} {_share(points[-1][1])} after round {points[-1][0]}" for model, points in lines.items()
+        f"{model} {_score(points[-1][1], measure)} after round {points[-1][0]}" for model, points in lines.items()
     )
-    marks = "".join(f"<span>{_share(value, 0)}</span>" for value in (1.0, (1 + low) / 2, low))
+    marks = "".join(f"<span>{_score(value, measure, 0)}</span>" for value in (high, (high + low) / 2, low))
     return f"""<figure>
 <ul class="legend">{"".join(legend)}</ul>
 <div class="plot"><div class="marks" aria-hidden="true">{marks}</div>
-<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="accuracy by round: {_text(spoken)}">
+<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{_text(measure.title)} by round: {_text(spoken)}">
 <g class="grid">{grid}</g>{"".join(drawn)}</svg></div>
 <div class="rounds" aria-hidden="true"><span>round 1</span><span>{last}</span></div>
 </figure>"""
@@ -237,11 +241,12 @@ def _number(of: Mapping[str, Any], name: str) -> float:
 
 
 def _points(records: Sequence[Mapping[str, Any]], model: str) -> list[tuple[int, float]]:
-    """Return (round, accuracy) of the rounds that were scored."""
+    """Return (round, accuracy or error) of the rounds that were scored."""
+    most = 1.0 if _measure(records).share else math.inf
     return [
         (place, float(record[model]))
         for place, record in enumerate(records, 1)
-        if isinstance(record.get(model), int | float) and 0 <= record[model] <= 1
+        if isinstance(record.get(model), int | float) and 0 <= record[model] <= most and math.isfinite(record[model])
     ]
 
 
@@ -259,8 +264,13 @@ def _latest_of(records: Sequence[Mapping[str, Any]], client: int | None) -> floa
     return None
 
 
-def _share(value: float | None, places: int = 1) -> str:
-    return "–" if value is None else f"{100 * value:.{places}f} %"
+def _measure(records: Sequence[Mapping[str, Any]]) -> Measure:
+    """Return what the records' scores are."""
+    return measure_of("", next((record for record in records if isinstance(record.get("metric"), str)), None))
+
+
+def _score(value: float | None, measure: Measure, places: int = 1) -> str:
+    return "–" if value is None else f"{measure.text(value, places)}{' %' if measure.share else ''}"
 
 
 def _bytes(count: float) -> str:

@@ -46,6 +46,7 @@ class Settings:
     audit: bool = False
     save_every_epochs: int = 0  # how often training under way is saved (`savepoint.SaveEvery`)
     save_every_steps: int = 0
+    objective: str = "auto"  # what its targets are for
     max_epsilon: float = 0.0  # what all runs together may cost under differential privacy; 0: what each run says
 
     def policy(self) -> Policy | None:

@@ -93,7 +93,7 @@ class SiteClient:
             )
         experiment = Experiment.from_values(tomllib.loads(str(about["experiment"])))
         # what the hub says of data and machines does not hold here: nothing but the site's own data is read
-        here: dict[str, Any] = {"engine": "one", "workers": 1, "device": self.device}
+        here: dict[str, Any] = {"engine": "one", "workers": 1, "device": self.device, "objective": "auto"}
         experiment = dataclasses.replace(experiment, data="digits", data_root="", external="", **here)
         federation = self.data.among(client, int(about["clients"]), int(about["classes"]))
         sim, _ = from_experiment(experiment, federation)
@@ -103,7 +103,8 @@ class SiteClient:
             right = f"with the hub's frozen weights ({theirs[:12] or 'none'}): both make the model from the same file"
             raise InputError("model", Shown(ours[:12] or "nothing frozen"), right)
         privacy_log = open_site_log(about, sim, checksum, self.folder, self.secret, self.max_epsilon)
-        bench = dataclasses.replace(sim.trainer.bench, hidden=privacy_log)
+        measures = dataclasses.replace(sim.trainer.bench.measures, rows=False)  # nothing of single samples leaves
+        bench = dataclasses.replace(sim.trainer.bench, hidden=privacy_log, measures=measures)
         sim = dataclasses.replace(sim, trainer=sim.trainer.over(bench, together=1))
         self._sim, self._client, self._protected = sim, client, privacy_log is not None
         audit = self.folder / run / AUDIT

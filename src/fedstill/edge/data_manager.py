@@ -35,7 +35,9 @@ class DataManager(Splits):
             val = val and replace(val, sizes=federation.sizes("val"), held=whole.held)
         super().__init__(train, test, val)
         common = (
-            None if federation.test is None else (federation.test[0].to(device, dtype), federation.test[1].to(device))
+            None
+            if federation.test is None
+            else (federation.test[0].to(device, dtype), _targets(federation.test[1], device, dtype))
         )
         object.__setattr__(self, "clients", len(federation))
         object.__setattr__(self, "common", common)
@@ -115,7 +117,7 @@ def _split(
     """Concatenate the clients' samples (x, y) of one split on the device."""
     sizes = tuple(len(y) for _, y in arrays)
     starts = tuple(itertools.accumulate(sizes, initial=0))[:-1]
-    targets = torch.cat([y for _, y in arrays]).to(device)
+    targets = _targets(torch.cat([y for _, y in arrays]), device, dtype)
     x = torch.cat([x for x, _ in arrays])
     packed = _packed(x, dtype, *norm) if norm is not None else None
     if packed is None:
@@ -125,6 +127,16 @@ def _split(
     return Part(
         packed.over({name: tensor.to(device) for name, tensor in packed.tensors().items()}), targets, starts, sizes
     )
+
+
+def _targets(y: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return targets on the device: classes as they are, numbers in the model's dtype."""
+    if not y.is_floating_point():
+        return y.to(device)
+    y = y.to(dtype)
+    if not torch.isfinite(y).all():
+        raise InputError("dtype", str(dtype).removeprefix("torch."), "float64, or targets within the range of float32")
+    return y.to(device)
 
 
 def _packed(x: Tensor, dtype: torch.dtype, mean: tuple[float, ...], std: tuple[float, ...]) -> Samples | None:

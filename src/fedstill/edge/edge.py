@@ -101,7 +101,7 @@ class Edge:
     # ---- training ----------------------------------------------------------------------------------------------------
     def _train(self, orders: Sequence[Order]) -> Iterator[Reply]:
         watched = [order for order in orders if order.watch]
-        received = dict(zip(map(self.slot, watched), self._hits("test", watched, self._received), strict=True))
+        received = dict(zip(map(self.slot, watched), self._scores("test", watched, self._received), strict=True))
         self.copies.clear()
         works = []
         for order in orders:
@@ -182,24 +182,32 @@ class Edge:
     # ---- scoring and models ------------------------------------------------------------------------------------------
     def _score(self, orders: Sequence[Order]) -> Iterator[Reply]:
         split = orders[0].split
+        measures = self.trainer.bench.measures
         reports: list[dict[str, float]] = [{} for _ in orders]
+        statistics: list[Tree] = [{} for _ in orders]
         for model, choose in (("personal", self._personal), ("generic", _generic)):
             rows = [i for i, order in enumerate(orders) if self._has(order, model)]
             models = [(self.slot(orders[i]), choose(orders[i])) for i in rows]
-            for i, hits in zip(rows, self.trainer.score(split, models), strict=True):
-                reports[i][model] = float(hits)
+            if not measures.metrics:
+                for i, score in zip(rows, self.trainer.score(split, models), strict=True):
+                    reports[i][model] = float(score)
+            else:
+                for i, (score, found) in zip(rows, self.trainer.measure(split, models), strict=True):
+                    own = {f"{model}_{name}": value for name, value in measures.values(found).items()}
+                    reports[i] |= {model: float(score), **own}
+                    statistics[i][model] = measures.sent(found)
             if split == "train":
                 for i, loss in zip(rows, self.trainer.losses(split, models), strict=True):
                     reports[i][f"{model}_loss"] = loss
         sizes = self.trainer.bench.data.part(split).sizes
-        for order, report in zip(orders, reports, strict=True):
-            yield self._reply(order, report={**report, "samples": float(sizes[self.slot(order)])})
+        for order, report, sent in zip(orders, reports, statistics, strict=True):
+            yield self._reply(order, sent, {**report, "samples": float(sizes[self.slot(order)])})
 
     def _has(self, order: Order, model: str) -> bool:
         return "personal" in self.methods[order.run].scores if model == "personal" else order.generic is not None
 
-    def _hits(self, split: str, orders: Sequence[Order], choose: Callable[[Order], Params]) -> list[int]:
-        """Return how many samples of each client its model gets right."""
+    def _scores(self, split: str, orders: Sequence[Order], choose: Callable[[Order], Params]) -> list[float]:
+        """Return the sum of the scores of each client's samples."""
         return self.trainer.score(split, [(self.slot(order), choose(order)) for order in orders])
 
     def _personal(self, order: Order) -> Params:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.method import Method, Phase
+from ..core.metric import NO_METRICS, Measures
 from ..core.plan import JointPlan, Length, Plan
 from ..core.secret import Secret
 from ..core.task import Absent, Site, Task, by_autograd
@@ -138,6 +139,7 @@ class Bench:
     data: ClientData
     varied: Mapping[str, Sequence[float]] = field(default_factory=dict)  # fields that differ between clients
     hidden: Hidden | None = None  # what DP-SGD draws from at a client whose server must not know it (engine `one`)
+    measures: Measures = NO_METRICS  # the metrics beside the objective's score
     _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # what `home` gives to many clients
 
     @property
@@ -230,7 +232,9 @@ class Bench:
             return self._once(n, made, str(dtype)) if shared else made(n)
 
         when, known = number(last, torch.float64), last > 0 if shared else None
-        task = self.at(round, Site(x, y, index, number(size), number(steps[size]), when, known))
+        balance = None if isinstance(y, Absent) else self.balance(client)
+        site = Site(x, y, index, number(size), number(steps[size]), when, known, balance)
+        task = self.at(round, site)
         if task.private is None:  # whose gradients of single samples are taken inside vmap
             task = dataclasses.replace(task, differentiate=by_autograd)
         return dataclasses.replace(task, lr=self.varied["lr"][client]) if "lr" in self.varied else task
@@ -240,6 +244,15 @@ class Bench:
         if (what, n) not in self._made:
             self._made[what, n] = make(n)
         return self._made[what, n]  # type: ignore[no-any-return]
+
+    def balance(self, client: int) -> Tensor | None:
+        """Return the weights of the classes for a client, by its training targets; None where all weigh alike."""
+        if self.task.objective.class_weights is None:
+            return None
+        train = self.data.train
+        train.check_held([client])
+        first = train.starts[client]
+        return self.task.objective.balance(train.y[first : first + train.sizes[client]])
 
 
 class Hidden(Protocol):

@@ -110,7 +110,7 @@ def _count(bench: Bench, round: int, down: Tree, memory: Tree, samples: int, rou
 
         def data(rows: int) -> tuple[Tensor, Tensor]:
             x = torch.zeros((rows, *train.x.shape[1:]), dtype=train.x.dtype, device=train.x.device)
-            return x, torch.zeros(rows, dtype=torch.int64, device=x.device)
+            return x, train.y.new_zeros((rows, *train.y.shape[1:]))
 
         x, y = data(samples)
         rows = torch.arange(samples, device=x.device)

@@ -6,15 +6,15 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..core import tree
 from ..core.batch import Batch
 from ..core.closed import Envelope
 from ..core.method import Method, Phase
+from ..core.metric import Tally
 from ..core.optim import SGD
-from ..core.task import Task
+from ..core.task import CHUNK, Task
 from ..core.tree import Params, Tree, put
 from .bench import Bench, Done, Work, results_of
 from .fused import Perceptron
@@ -41,20 +41,33 @@ class One:
                     done = _train(bench, round, work, self.perceptron)
                 yield done
 
-    def score(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[int]:
-        """Return how many of each client's samples its model classifies correctly."""
-        hits = []
-        for client, params in models:
-            x, y = bench.data.part(part).of(client)
-            hits.append((bench.task.predict(params, x).argmax(-1) == y).sum())
-        return [int(h) for h in torch.stack(hits).tolist()] if hits else []
-
-    def losses(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[float]:
-        """Return the mean cross-entropy of each client's model on the client's samples, in evaluation mode."""
+    def score(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[float]:
+        """Return the sum of the scores of each client's samples."""
         found = []
         for client, params in models:
             x, y = bench.data.part(part).of(client)
-            found.append(F.cross_entropy(bench.task.predict(params, x).double(), y))
+            found.append(bench.task.objective.score(bench.task.predict(params, x), y).sum())
+        return torch.stack(found).tolist() if found else []
+
+    def measure(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[tuple[float, Tree]]:
+        """Return the sum of the scores of each client's samples, and the statistics of its metrics."""
+        found = []
+        for client, params in models:
+            x, y = bench.data.part(part).of(client)
+            tally = Tally(bench.measures)
+            for rows in torch.split(torch.arange(len(y), device=y.device), CHUNK):
+                tally.add(bench.task.predict(params, x[rows]), y[rows])
+            found.append(tally.done())
+        return found
+
+    def losses(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[float]:
+        """Return the mean loss of each client's model on the client's samples, in evaluation mode."""
+        found = []
+        for client, params in models:
+            x, y = bench.data.part(part).of(client)
+            outputs = bench.task.predict(params, x).double()
+            losses = bench.task.objective.plain_losses(outputs, y.double() if y.is_floating_point() else y)
+            found.append(losses.mean())
         return [float(loss) for loss in torch.stack(found).tolist()] if found else []
 
 

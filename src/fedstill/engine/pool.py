@@ -13,9 +13,9 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +26,7 @@ from .crew import Crew
 from .one import One
 from .worker import Job, training_job
 
+T = TypeVar("T")
 CORES_PER_CLIENT = 8  # cores for each client of a round from which on all of them work on one client at a time
 
 
@@ -118,21 +119,39 @@ class Pool:
                 meter.add(time.perf_counter() - began, steps[i])
             yield done
 
-    def score(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[int]:
-        """Return how many of each client's samples its model classifies correctly."""
+    def score(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[float]:
+        """Return the sum of the scores of each client's samples."""
+        return self._scored("score", bench, part, models, lambda: self.one.score(bench, part, models), lambda n, _: n)
+
+    def measure(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[tuple[float, Tree]]:
+        """Return the sum of the scores of each client's samples, and the statistics of its metrics."""
+        return self._scored(
+            "measure", bench, part, models, lambda: self.one.measure(bench, part, models), lambda n, found: (n, found)
+        )
+
+    def _scored(
+        self,
+        kind: str,
+        bench: Bench,
+        part: str,
+        models: Sequence[tuple[int, Params]],
+        here: Callable[[], list[T]],
+        take: Callable[[float, Tree], T],
+    ) -> list[T]:
+        """Score in the workers where that pays, else in this process."""
         sizes = bench.data.part(part).sizes
-        jobs = [Job("score", part, client, {"params": params}, sizes[client]) for client, params in models]
+        jobs = [Job(kind, part, client, {"params": params}, sizes[client]) for client, params in models]
         if self._crew is not None and self._pays(
             bench, self._scoring.expects(sum(j.units for j in jobs)), len(jobs), 1
         ):
-            return [int(numbers[0]) for _, numbers in self._spread(jobs)]
+            return [take(numbers[0], result) for result, numbers in self._spread(jobs)]
         began = time.perf_counter()
-        hits = self.one.score(bench, part, models)
+        found = here()
         self._scoring.add(time.perf_counter() - began, sum(job.units for job in jobs))
-        return hits
+        return found
 
     def losses(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[float]:
-        """Return the mean cross-entropy of each client's model on the client's samples, computed in this process."""
+        """Return the mean loss of each client's model on the client's samples, computed in this process."""
         return self.one.losses(bench, part, models)
 
     def close(self) -> None:

@@ -35,7 +35,12 @@ ROUND, LAST = 2, 1  # in which a client has taken part before, so that what it r
 def recognise(bench: Bench, follow: Callable[[Net], tuple[Layer, ...]] | None = None) -> Perceptron | None:
     """Return the loop for this bench if the model is such a chain and the method's objective is known; else None."""
     net = bench.net
-    if type(bench.method).closed_form is not_known or net.device.type != "cpu" or bench.task.private is not None:
+    if (
+        type(bench.method).closed_form is not_known
+        or not bench.task.objective.plain
+        or net.device.type != "cpu"
+        or bench.task.private is not None
+    ):
         return None
     if not bench.task.recipe.plain or bench.task.recipe.keep or bench.task.augment is not None:
         return None

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vmap
 
 from ..core import tree
 from ..core.errors import InputError, Shown
 from ..core.method import Phase
+from ..core.metric import Tally
 from ..core.optim import Optimizer
 from ..core.plan import Length, Tables, private_tables, ragged_tables
 from ..core.tree import Params, Tree, put
@@ -107,16 +107,25 @@ class Stacked:
             cohort.finish(local)
         return cohort.done()
 
-    def score(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[int]:
-        """Return how many of each client's samples its model classifies correctly."""
-        hits = [(logits.argmax(-1) == y) & real for logits, y, real in self._outputs(bench, part, models)]
-        return [int(h) for h in torch.cat(hits, 1).sum(1).tolist()] if hits else []
+    def score(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[float]:
+        """Return the sum of the scores of each client's samples."""
+        score = bench.task.objective.score
+        found = [torch.where(real, score(out, y), 0) for out, y, real in self._outputs(bench, part, models)]
+        return torch.cat(found, 1).sum(1).tolist() if found else []
+
+    def measure(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[tuple[float, Tree]]:
+        """Return the sum of the scores of each client's samples, and the statistics of its metrics."""
+        tallies = [Tally(bench.measures) for _ in models]
+        for out, y, real in self._outputs(bench, part, models):
+            for row, count in enumerate(real.sum(1).tolist()):
+                tallies[row].add(out[row, :count], y[row, :count])
+        return [tally.done() for tally in tallies]
 
     def losses(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[float]:
-        """Return the mean cross-entropy of each client's model on the client's samples, in evaluation mode."""
+        """Return the mean loss of each client's model on the client's samples, in evaluation mode."""
         sums = []
-        for logits, y, real in self._outputs(bench, part, models):
-            each = F.cross_entropy(logits.double().transpose(1, 2), y, reduction="none")
+        for out, y, real in self._outputs(bench, part, models):
+            each = bench.task.objective.plain_losses(out.double(), y.double() if y.is_floating_point() else y)
             sums.append(torch.where(real, each, 0.0).sum(1))
         sizes = [bench.data.part(part).sizes[client] for client, _ in models]
         return (
@@ -209,6 +218,8 @@ class Cohort:
             "steps": put([bench.steps(k, full_round) for k in self.clients], self.device, self.dtype),
             "last": put([float(work.last) for work in works], self.device, torch.float64),
         }
+        if (balances := [bench.balance(k) for k in self.clients])[0] is not None:
+            self.site["balance"] = torch.stack([b for b in balances if b is not None])
         if bench.varied:
             self.site["fields"] = {
                 name: put([values[k] for k in self.clients], self.device, self.dtype)

@@ -168,7 +168,9 @@ class ClientView:
     def at(self, site: Tree, x: Any, y: Tensor) -> Task:
         """Return the task, with the client's own data, work and learning rate."""
         changes: dict[str, Any] = {
-            "site": Site(x, y, site["index"], site["samples"], site["steps"], site["last"]),
+            "site": Site(
+                x, y, site["index"], site["samples"], site["steps"], site["last"], balance=site.get("balance")
+            ),
             **{name: value for name, value in site.get("fields", {}).items() if name == "lr"},
         }
         return with_values(self.task, **changes)

@@ -17,7 +17,7 @@ import torch
 
 from ..core import tree
 from ..core.errors import InputError
-from ..core.tree import Params
+from ..core.tree import Params, Tree
 from ..nn.kernels import winograd
 from ..nn.kernels.autotune import Choices, Lowering
 from ..nn.mode import Execution
@@ -52,11 +52,14 @@ class Engine(Protocol):
     def train(self, bench: Bench, round: int, works: Sequence[Work]) -> Iterator[Done]:
         """Train every client; results in the order of `works`."""
 
-    def score(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[int]:
-        """Return for each (client, model) how many of the client's samples in that part it classifies correctly."""
+    def score(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[float]:
+        """Return for each (client, model) the sum of the scores of the client's samples: how many are right, or the errors."""
+
+    def measure(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[tuple[float, Tree]]:
+        """Return the same, and the statistics of the run's metrics."""
 
     def losses(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[float]:
-        """Return for each (client, model) the mean cross-entropy on the client's samples in that part, in evaluation mode."""
+        """Return for each (client, model) the mean loss on the client's samples in that part, in evaluation mode."""
 
 
 @dataclass(frozen=True)
@@ -224,13 +227,18 @@ class Trainer:
             yield from results
             first += size
 
-    def score(self, part: str, models: Sequence[tuple[int, Params]]) -> list[int]:
-        """Return how many of each client's own samples its model classifies correctly."""
+    def score(self, part: str, models: Sequence[tuple[int, Params]]) -> list[float]:
+        """Return the sum of the scores of each client's own samples: how many its model gets right, or its errors."""
         with torch.no_grad(), threads(self.training_threads):
             return [hit for group in self._groups(models) for hit in self._engine().score(self.bench, part, group)]
 
+    def measure(self, part: str, models: Sequence[tuple[int, Params]]) -> list[tuple[float, Tree]]:
+        """Return the same, and the statistics of the run's metrics."""
+        with torch.no_grad(), threads(self.training_threads):
+            return [one for group in self._groups(models) for one in self._engine().measure(self.bench, part, group)]
+
     def losses(self, part: str, models: Sequence[tuple[int, Params]]) -> list[float]:
-        """Return the mean cross-entropy of each client's model on the client's own samples, in evaluation mode."""
+        """Return the mean loss of each client's model on the client's own samples, in evaluation mode."""
         with torch.no_grad(), threads(self.training_threads):
             return [loss for group in self._groups(models) for loss in self._engine().losses(self.bench, part, group)]
 

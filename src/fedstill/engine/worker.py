@@ -185,8 +185,12 @@ def do(
         work = Work(client, trees["down"], trees["memory"], part, trees["local"], steps, last, watch)
         (done,) = one.train(bench, when, [work])
         return {"up": done.up, "memory": done.memory, "local": done.local}, [done.loss, done.steps, done.samples]
+    models = [(client, trees["params"])]
     with torch.no_grad():
-        return {}, one.score(bench, when, [(client, trees["params"])])
+        if kind == "score":
+            return {}, [*one.score(bench, when, models)]
+        ((score, statistics),) = one.measure(bench, when, models)
+        return statistics, [score]
 
 
 def report(error: Exception) -> dict[str, str]:

@@ -27,7 +27,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..core import terms, tree
+from ..core import tree
 from ..core.batch import Batch
 from ..core.method import Phase, Upload
 from ..core.settings import setting
@@ -99,7 +99,7 @@ class CD2PFed(FedAvg):
         """CE(g_full) + λ·½[KL(y_L ‖ y_G) + KL(y_G ‖ y_L)]."""
         loss, p = self.fit(task, params, batch), local["share"]
         y_l, y_g = (task.gated_logits(params, batch, task.channels.gates(p, own, batch.x)) for own in (True, False))
-        return loss + self.lam * 0.5 * (terms.kl(y_l, y_g, 1.0, batch) + terms.kl(y_g, y_l, 1.0, batch))
+        return loss + self.lam * 0.5 * (task.distill(y_l, y_g, 1.0, batch) + task.distill(y_g, y_l, 1.0, batch))
 
     def smooth(self, task: Task, before: Params, after: Params) -> Params:
         """Private weights: β_t·w' + (1−β_t)·w_prev."""

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from torch import Tensor
 
-from ..core import terms
 from ..core.batch import Batch
 from ..core.method import Method, Phase, Upload
 from ..core.settings import setting
@@ -67,8 +66,8 @@ class FedAvg(Method):
         return (Phase(),)
 
     def fit(self, task: Task, params: Params, batch: Batch) -> Tensor:
-        """CE."""
-        return terms.cross_entropy(task.logits(params, batch), batch)
+        """CE, or what the objective has in its place."""
+        return task.fit(task.logits(params, batch), batch)
 
     def loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
         """CE(w)."""

@@ -81,7 +81,7 @@ class FedBSD(FedAvg, mean="uniform"):
         """CE + λ·KL(softmax(f_g/τ) ‖ softmax(f_b/τ))."""
         logits, features = task.features(params, batch)
         penalty = terms.kl(task.taught(local["teacher"], batch, features=True), features, self.tau, batch)
-        return terms.cross_entropy(logits, batch) + self.lam * penalty
+        return task.fit(logits, batch) + self.lam * penalty
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
         """The backbone goes up; the client keeps all of its own."""

@@ -121,7 +121,7 @@ class FedFomo(FedAvg, mean="uniform"):
         site, stride = task.here(), round(1 / self.val) if self.val else 1
         rows = site.index[::stride]
         real = (torch.arange(len(rows), device=rows.device) * stride < site.samples).to(task.net.dtype)
-        losses = F.cross_entropy(task.predict(params, site.x[rows]), site.y[rows], reduction="none")
+        losses = task.objective.plain_losses(task.predict(params, site.x[rows]), site.y[rows])
         return (losses * real).sum() / real.sum()
 
     def begin(self, task: Task, down: Tree, memory: Tree) -> Tree:

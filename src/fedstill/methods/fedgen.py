@@ -50,6 +50,7 @@ class FedGen(FedAvg):
     paper: ClassVar[str] = "Zhu et al., ICML 2021"
     needs_head: ClassVar[bool] = True
     averages: ClassVar[bool] = True
+    needs_classes: ClassVar[str] = "generates features of classes"
 
     alpha: float = setting(1.0, "α, weight of the generated features in a client's loss", least=0)
     eta: float = setting(1.0, "η, weight of the features' diversity in the generator's loss", least=0)

@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..core import terms, tree
+from ..core import tree
 from ..core.batch import Batch
 from ..core.closed import ClosedForm, Taught
 from ..core.method import Upload
@@ -67,8 +67,8 @@ class FedGKD(FedAvg):
         if "teacher" not in local:
             return self.fit(task, params, batch)
         logits = task.logits(params, batch)
-        penalty = terms.kl(task.taught(local["teacher"], batch), logits, 1.0, batch)
-        return terms.cross_entropy(logits, batch) + self.gamma / 2 * penalty
+        penalty = task.distill(task.taught(local["teacher"], batch), logits, 1.0, batch)
+        return task.fit(logits, batch) + self.gamma / 2 * penalty
 
     def closed_form(self, task: Task, local: Tree) -> ClosedForm:
         """CE, and w̄_t's predictions with γ/2."""

@@ -46,6 +46,7 @@ class FedPAC(FedAvg):
     needs_head: ClassVar[bool] = True
     averages: ClassVar[bool] = True
     robust: ClassVar[bool] = False
+    needs_classes: ClassVar[str] = "draws features to the centroids of classes"
 
     lam: float = setting(1.0, "λ, how strongly features are drawn to the centroids", least=0)
     combine: bool = setting(True, "combine the clients' heads; off: each keeps its own")
@@ -103,7 +104,7 @@ class FedPAC(FedAvg):
             return self.fit(task, params, batch)
         logits, features = task.features(params, batch)
         distance = (features - local["centroids"][batch.y]).square().mean(-1) * local["known"][batch.y]
-        return terms.cross_entropy(logits, batch) + self.lam * terms.mean(distance, batch)
+        return task.fit(logits, batch) + self.lam * terms.mean(distance, batch)
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
         """Up go the body and class statistics of the features, and the head where heads are combined."""

@@ -24,7 +24,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ..core import terms, tree
+from ..core import tree
 from ..core.batch import Batch
 from ..core.errors import InputError, Shown
 from ..core.method import Phase
@@ -43,6 +43,7 @@ class FedRoD(FedAvg):
     paper: ClassVar[str] = "Chen and Chao, ICLR 2022"
     scores: ClassVar[tuple[str, ...]] = ("personal", "generic")
     wait_free: ClassVar[bool] = True
+    needs_classes: ClassVar[str] = "balances its loss by the numbers of each class"
 
     generic_loss: Literal["balanced", "ce"] = setting("balanced", "balanced softmax, or plain cross-entropy")
     personal_head: bool = setting(True, "whether there are personal heads")
@@ -97,7 +98,7 @@ class FedRoD(FedAvg):
         """The balanced softmax: CE of z + log n."""
         if self.generic_loss == "ce":
             return self.fit(task, params, batch)
-        return terms.cross_entropy(task.logits(params, batch) + local["log_n"], batch)
+        return task.fit(task.logits(params, batch) + local["log_n"], batch)
 
     def personal_loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
         """CE(z + P_k(features)): that of the joint classifier."""

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..core import tree
@@ -85,9 +84,7 @@ class PerFedAvg(FedAvg, mean="uniform"):
         """w − α·∇f_k(w) on the client's own training data."""
         params: Params = down["params"]
         for _ in range(self.adapt_steps):
-            g = task.local_gradient(
-                lambda p, b: F.cross_entropy(task.net(p, b.x, train=False), b.y, reduction="none"), params
-            )
+            g = task.local_gradient(lambda p, b: task.each(task.net(p, b.x, train=False), b), params)
             params = {**params, **_added(params, g, -self.alpha)}
         return params
 

@@ -23,7 +23,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from ..core import terms, tree
+from ..core import tree
 from ..core.batch import Batch
 from ..core.closed import ClosedForm, Taught
 from ..core.method import Upload
@@ -57,8 +57,8 @@ class PFedKDWCL(FedAvg, mean="uniform"):
     def loss(self, task: Task, params: Params, local: Tree, batch: Batch) -> Tensor:
         """(1−α)·CE + α·T²·KL(p_w ‖ p_θ)."""
         logits = task.logits(params, batch)
-        taught = self.tau**2 * terms.kl(task.taught(local["teacher"], batch), logits, self.tau, batch)
-        return (1 - self.alpha) * terms.cross_entropy(logits, batch) + self.alpha * taught
+        taught = self.tau**2 * task.distill(task.taught(local["teacher"], batch), logits, self.tau, batch)
+        return (1 - self.alpha) * task.fit(logits, batch) + self.alpha * taught
 
     def closed_form(self, task: Task, local: Tree) -> ClosedForm:
         """CE with 1−α, and the global model's predictions with α·T²."""
@@ -72,7 +72,7 @@ class PFedKDWCL(FedAvg, mean="uniform"):
         student = task.local_logits(theta)
 
         def divergence(w: Params, batch: Batch) -> Tensor:
-            return terms.kl_each(student[batch.index], task.net(w, batch.x, train=False), self.tau)
+            return task.distill_each(student[batch.index], task.net(w, batch.x, train=False), self.tau, batch)
 
         gradient = task.local_gradient(divergence, down["params"])
         return {"gradient": gradient, "params": {name: theta[name] for name in task.net.buffers}}, {"theta": theta}

@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..core import terms, tree
@@ -73,12 +72,12 @@ class SelfDistillation(FedAvg, mean="uniform"):
         """CE(w) + λ·R(v_k, w)."""
         logits = task.logits(params, batch)
         penalty: Tensor = local["lam"] * self.penalty(task, params, logits, local, batch)
-        return terms.cross_entropy(logits, batch) + penalty
+        return task.fit(logits, batch) + penalty
 
     def penalty(self, task: Task, params: Params, logits: Tensor, local: Tree, batch: Batch) -> Tensor:
         """R = τ²·KL(q_τ(v_k) ‖ q_τ(w))."""
         scale = self.tau**2 if self.scale_by_temperature else 1.0
-        return scale * terms.kl(self.taught(task, local, batch), logits, self.tau, batch)
+        return scale * task.distill(self.taught(task, local, batch), logits, self.tau, batch)
 
     def closed_form(self, task: Task, local: Tree) -> ClosedForm | None:
         """CE, and v_k's predictions with λ·τ²."""
@@ -162,7 +161,7 @@ class PFedSD(SelfDistillation):
         if self.regulariser == "ewc":
             past["fisher"] = tree.zeros(task.trainable(params))
         if self.teacher == "predictions":
-            past["logits"] = tree.scalar_zero(params).new_zeros((0, task.net.outputs))
+            past["logits"] = tree.scalar_zero(params).new_zeros((0, *task.objective.output[:-1], task.net.outputs))
         return past
 
     def init_server(self, task: Task, params: Params) -> Tree:
@@ -229,7 +228,7 @@ class PFedSD(SelfDistillation):
         if self.regulariser == "ewc":
             return terms.ewc(task.trainable(params), local["v"], local["fisher"])
         if self.regulariser == "mse":
-            return terms.squared_error(self.taught(task, local, batch), logits, batch)
+            return task.objective.squared_error(self.taught(task, local, batch), logits, batch)
         return super().penalty(task, params, logits, local, batch)
 
     def finish(self, task: Task, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
@@ -237,7 +236,7 @@ class PFedSD(SelfDistillation):
         past: Tree = {"v": local["own"] if self.teacher == "ditto" else local["params"]}
         if self.regulariser == "ewc":
             past["fisher"] = task.local_gradient(
-                lambda p, b: F.cross_entropy(task.net(p, b.x, train=False), b.y, reduction="none"),
+                lambda p, b: task.each(task.net(p, b.x, train=False), b),
                 past["v"],
                 squared=True,
             )

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..core import tree
@@ -106,10 +105,10 @@ class SCAFFOLD(FedAvg, mean="uniform"):
         )
 
     def slope(self, task: Task, params: Params) -> Params:
-        """∇CE_k, over all of the client's data."""
+        """Return ∇F_k of the data loss, over all of the client's data."""
 
         def each(params: Params, batch: Batch) -> Tensor:
-            return F.cross_entropy(task.net(params, batch.x, train=False), batch.y, reduction="none")
+            return task.each(task.net(params, batch.x, train=False), batch)
 
         return task.local_gradient(each, params)
 

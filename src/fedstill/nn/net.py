@@ -41,7 +41,7 @@ from .channels import Channels, follow
 from .constants import Constants, slots, written
 from .mode import AS_WRITTEN, Execution, ExecutionMode, transformed
 from .pool_first import Forward, pool_first
-from .probe import logits_of, look
+from .probe import Output, logits_of, look
 from .watch import Watch
 
 FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
@@ -296,10 +296,13 @@ class Net:
         return out.to(self.dtype) if self.execution.bf16 else out
 
     # ---- before any work -----------------------------------------------------------------------------------------------
-    def probe(self, x: Tensor, classes: int) -> None:
-        """Run one and two samples through the model and refuse what cannot be trained reproducibly, before any work."""
+    def probe(self, x: Tensor, output: tuple[int, ...], exact: bool = False) -> None:
+        """Run one and two samples through the model and refuse what cannot be trained reproducibly, before any work.
+
+        `output` is the shape that a sample's output should have; unless `exact`, the last number may be larger.
+        """
         self._settle(())
-        seen = look(self, x, classes, self.dtype)
+        seen = look(self, x, Output(output, exact), self.dtype)
         self.example, self.outputs, self.axes = seen.example, seen.outputs, seen.axes
         self.has_draws, self.has_composites = seen.draws, seen.composites
         self.has_batchnorm = self.has_batchnorm or seen.norms  # also one that a forward pass calls by itself

@@ -27,6 +27,21 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True)
+class Output:
+    """The shape that a sample's output should have; unless `exact`, the last number may be larger."""
+
+    shape: tuple[int, ...]
+    exact: bool = False
+
+    def fits(self, out: Any, rows: int) -> bool:
+        """Return whether this is the output for so many samples."""
+        got = tuple(out.shape) if isinstance(out, Tensor) else ()
+        if got[:-1] != (rows, *self.shape[:-1]):
+            return False
+        return got[-1] == self.shape[-1] or (not self.exact and got[-1] > self.shape[-1])
+
+
+@dataclass(frozen=True)
 class Seen:
     """What passes through a model have shown."""
 
@@ -39,26 +54,26 @@ class Seen:
     written: set[str]  # the buffers that a pass writes to
 
 
-def look(model: Model, x: Tensor, classes: int, dtype: torch.dtype) -> Seen:
+def look(model: Model, x: Tensor, output: Output, dtype: torch.dtype) -> Seen:
     """Look at a model with one and two samples; refuse one that cannot be trained reproducibly.
 
     Whole numbers are given to the model as they are, as ids; to one that does not take them, as numbers.
     """
     pair = torch.cat([x[:1], x[:1]]) if len(x) < 2 else x[:2]
     if pair.is_floating_point():
-        return _look(model, pair, classes)
+        return _look(model, pair, output)
     try:
-        return _look(model, pair, classes)
+        return _look(model, pair, output)
     except InputError as refusal:
         if not isinstance(refusal.__cause__, RuntimeError):  # which is what layers of floating numbers say of ids
             raise
         try:
-            return _look(model, pair.to(dtype), classes)
+            return _look(model, pair.to(dtype), output)
         except InputError:
             raise refusal from None
 
 
-def _look(model: Model, pair: Tensor, classes: int) -> Seen:
+def _look(model: Model, pair: Tensor, output: Output) -> Seen:
     name, device = Shown(type(model.module).__name__), pair.device
     hidden = model.hidden()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
@@ -72,9 +87,9 @@ def _look(model: Model, pair: Tensor, classes: int) -> Seen:
             right = f"a model that takes samples{kind} of shape {shape} ({first_line(error)})"
             raise InputError("model", name, right) from error
     for rows, out in ((2, logits), (1, lone), (2, scored), (1, alone)):
-        if not isinstance(out, Tensor) or out.ndim != 2 or len(out) != rows or out.shape[1] < classes:
+        if not output.fits(out, rows):
             got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-            right = f"a model with an output of shape [batch, {classes}]"
+            right = f"a model with an output of shape [batch, {', '.join(map(str, output.shape))}]"
             raise InputError("model", Shown(f"{name} with output {got} for {rows} samples"), right)
     slack = 1e-9 if scored.dtype == torch.float64 else 1e-3
     if (scored[:1] - alone).abs().max() > slack * (1 + alone.abs().max()):
@@ -86,7 +101,7 @@ def _look(model: Model, pair: Tensor, classes: int) -> Seen:
         raise InputError("model", Shown(f"buffer {changed[0]}"), right)
     return Seen(
         example=pair,
-        outputs=int(logits.shape[1]),
+        outputs=int(logits.shape[-1]),
         draws=bool(two.draws.shapes),
         axes=samples_axes(two.draws.shapes, one.draws.shapes),
         composites=two.composites + evaluated.composites > 0,

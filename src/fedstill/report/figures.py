@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.metric import Measure
 from ..run.evaluate import Evaluation
 from .bubbles import Counts
 from .html.curves import Curve, in_sight
@@ -49,21 +50,23 @@ def compare_figure(
     left, right, *third = figure.subplots(1, 3 if watched else 2, width_ratios=(1.25, 1, 1) if watched else (1.25, 1))
     contract = Evaluation.by(next(iter(runs.values()))[0].training)
     final = {label: float(np.mean([Evaluation().of(run.kept) for run in seeds])) for label, seeds in runs.items()}
-    order = sorted(runs, key=lambda label: -final[label])
+    history = next(iter(runs.values()))[0].history
+    measure, plain = contract.measure(history), Evaluation().measure(history)
+    order = sorted(runs, key=lambda label: -plain.rank(final[label]))
     styles = _styles(runs, order, asked)
-    hidden = _curves(left, runs, order, styles, contract)
-    _clients(right, runs, order, styles, final)
+    hidden = _curves(left, runs, order, styles, contract, measure)
+    _clients(right, runs, order, styles, final, plain)
     if watched:
-        _forgetting(third[0], {label: watched[label] for label in order if label in watched}, styles)
+        _forgetting(third[0], {label: watched[label] for label in order if label in watched}, styles, plain)
     most_seeds = max(map(len, runs.values()))
     origin = facts_line(facts)
     where = f" on {facts.data}, {facts.clients} clients" if facts.data else ""
     methods = {run.method.id for seeds in runs.values() for run in seeds}
-    kind = "Personal accuracy" if contract == Evaluation() else "Accuracy"
+    kind = f"Personal {plain.title}" if contract == Evaluation() else measure.capital
     title = f"{kind}{where}" if len(methods) > 1 else f"{methods.pop()}: {kind[0].lower()}{kind[1:]}{where}"
     figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold")
     best = {label: [value for run in runs[label] if (value := own_score(run)) is not None] for label in order}
-    shown = "; ".join(f"{label} {100 * float(np.mean(v)):.2f} %" for label, v in best.items() if v)
+    shown = "; ".join(f"{label} {measure.words(float(np.mean(v)))}" for label, v in best.items() if v)
     lines = [f"Score: {contract}: {shown}"] if shown else []
     lines += [
         f"{'Clients' if shown else 'Score'}: {Evaluation()}, each on its own test data"
@@ -71,7 +74,11 @@ def compare_figure(
     ]
     grey = sum(colour == GREY for colour, _ in styles.values())
     lines += [f"In colour: the best, the baselines and those asked for; grey: {grey} others"] if grey else []
-    lines += [f"{hidden} point{'s' if hidden > 1 else ''} of early rounds below the axis"] if hidden else []
+    lines += (
+        [f"{hidden} point{'s' if hidden > 1 else ''} of early rounds {'above' if measure.lower else 'below'} the axis"]
+        if hidden
+        else []
+    )
     footnote(figure, "\n".join([*lines, *([origin] if origin else [])]))
     save(figure, path)
 
@@ -93,6 +100,7 @@ def _curves(
     order: Sequence[str],
     styles: Mapping[str, Any],
     contract: Evaluation,
+    measure: Measure,
 ) -> int:
     """Draw the contract's number by round, names at the lines' ends; return how many points lie below the axis.
 
@@ -103,12 +111,13 @@ def _curves(
     for label in order:
         rounds, values = _by_contract(runs[label], contract) if own else _by_round(runs[label], "personal")
         if rounds:
-            lines[label] = _curve(rounds, values)
+            lines[label] = _curve(rounds, measure.factor * values)
     if not own and len(runs) == 1 and "personal" in runs[order[0]][0].method.scores:
         key = next((key for key in ("generic_common", "generic") if key in scored(runs[order[0]][0])), "")
         if key:
             name = f"generic model, {'common test set' if key == 'generic_common' else 'per sample'}"
-            lines[name] = _curve(*_by_round(runs[order[0]], key))
+            rounds, values = _by_round(runs[order[0]], key)
+            lines[name] = _curve(rounds, measure.factor * values)
             styles = {**styles, name: (PALE, "--")}
     for label, line in lines.items():
         colour, linestyle = styles[label]
@@ -130,14 +139,14 @@ def _curves(
     what = str(contract).rsplit(", ", 1)[0].capitalize() if own else "Mean over clients"
     axes.set_title(f"{what}{band}", loc="left", fontsize=11, color=INK)
     axes.set_xlabel("communication round")
-    axes.set_ylabel("test accuracy (%)")
+    axes.set_ylabel(unit_of(measure))
     _integer_ticks(axes)
     axes.margins(x=0.02)
     axes.grid(axis="y", color="#e6e6e6")
     named = [label for label in lines if styles[label][0] != GREY]
     if not named:
         return 0
-    low, high, hidden = in_sight(lines, named)
+    low, high, hidden = in_sight(lines, named, measure)
     axes.set_ylim(low, high)
     _names(axes, {label: lines[label] for label in named}, styles)
     return hidden
@@ -161,18 +170,28 @@ def _names(axes: Axes, lines: Mapping[str, Curve], styles: Mapping[str, Any]) ->
         )  # fmt: skip
 
 
-def _forgetting(axes: Axes, runs: Mapping[str, Sequence[Run]], styles: Mapping[str, Any]) -> None:
+def unit_of(measure: Measure) -> str:
+    """Return what an axis shows."""
+    return f"test {measure.title} (%)" if measure.share else f"test {measure.title}"
+
+
+def _forgetting(axes: Axes, runs: Mapping[str, Sequence[Run]], styles: Mapping[str, Any], measure: Measure) -> None:
     """Draw the gap by round, averaged over the seeds that have one in that round."""
     for label, seeds in runs.items():
         colour, linestyle = styles[label]
         rounds = sorted({t for run in seeds for t in _gaps(run)})
-        means = [100 * float(np.mean([_gaps(run)[t] for run in seeds if t in _gaps(run)])) for t in rounds]
+        means = [measure.factor * float(np.mean([_gaps(run)[t] for run in seeds if t in _gaps(run)])) for t in rounds]
         mark = "o" if len(rounds) == 1 else ""
         axes.plot(rounds, means, color=colour, linestyle=linestyle, linewidth=2, marker=mark)
     axes.axhline(0, color=PALE, linewidth=0.8)
-    axes.set_title("Forgetting: last own model − download", loc="left", fontsize=11, color=INK)
+    axes.set_title(
+        "Forgetting: " + ("download − last own model" if measure.lower else "last own model − download"),
+        loc="left",
+        fontsize=11,
+        color=INK,
+    )
     axes.set_xlabel("communication round")
-    axes.set_ylabel("test accuracy (points), mean over participants")
+    axes.set_ylabel(f"test {measure.title}{' (points)' if measure.share else ''}, mean over participants")
     _integer_ticks(axes)
     axes.margins(x=0.02)
     axes.grid(axis="y", color="#e6e6e6")
@@ -184,17 +203,17 @@ def _gaps(run: Run) -> dict[int, float]:
 
 
 def _by_round(runs: Sequence[Run], key: str) -> tuple[list[int], NDArray[np.float64]]:
-    """Return the rounds that every run has scored, and a row of percentages for each run."""
+    """Return the rounds that every run has scored, and a row of numbers for each run."""
     values = [{int(record["round"]): float(record[key]) for record in run.history if key in record} for run in runs]
     rounds = sorted(set.intersection(*(set(each) for each in values)))
-    return rounds, 100 * np.array([[each[t] for t in rounds] for each in values])
+    return rounds, np.array([[each[t] for t in rounds] for each in values])
 
 
 def _by_contract(runs: Sequence[Run], contract: Evaluation) -> tuple[list[int], NDArray[np.float64]]:
-    """Return the rounds in which every run has the contract's number, and a row of percentages for each run."""
+    """Return the rounds in which every run has the contract's number, and a row of numbers for each run."""
     values = [dict(contract.by_round(run.history)) for run in runs]
     rounds = sorted(set.intersection(*(set(each) for each in values)))
-    return rounds, 100 * np.array([[each[t] for t in rounds] for each in values])
+    return rounds, np.array([[each[t] for t in rounds] for each in values])
 
 
 def _clients(
@@ -203,10 +222,12 @@ def _clients(
     order: Sequence[str],
     styles: Mapping[str, Any],
     final: Mapping[str, float],
+    measure: Measure,
 ) -> None:
+    k = measure.factor
     for row, label in enumerate(reversed(order)):
         colour, _ = styles[label]
-        rates = 100 * np.array([rate for run in runs[label] for rate in scored(run)["personal_clients"].values()])
+        rates = k * np.array([rate for run in runs[label] for rate in scored(run)["personal_clients"].values()])
         p10, p25, median, p75, p90 = np.percentile(rates, (10, 25, 50, 75, 90))
         axes.hlines([row, row], [p10, p75], [p25, p90], color=colour, linewidth=1.2)
         axes.barh(row, p75 - p25, left=p25, height=0.56, color=colour, alpha=0.16)
@@ -217,16 +238,16 @@ def _clients(
         axes.scatter(
             rates, row + spread, s=4 if dense else 16, color=colour, alpha=0.35 if dense else 0.6, linewidths=0
         )
-        axes.scatter([100 * final[label]], [row], marker="D", s=44, color=colour, edgecolors="white", zorder=5)
+        axes.scatter([k * final[label]], [row], marker="D", s=44, color=colour, edgecolors="white", zorder=5)
         axes.annotate(
-            f"{100 * final[label]:.1f}", (1.015, row), xycoords=("axes fraction", "data"), va="center", fontsize=9.5,
+            measure.text(final[label], 1), (1.015, row), xycoords=("axes fraction", "data"), va="center", fontsize=9.5,
             color=PALE if colour == GREY else colour, fontweight="normal" if colour == GREY else "bold", annotation_clip=False,
         )  # fmt: skip
     axes.set_yticks(range(len(order)), list(reversed(order)))
     centre, margin = (len(order) - 1) / 2, max(len(order), 3) / 2 + 0.1
     axes.set_ylim(centre - margin, centre + margin)
     axes.set_title("Clients after the last round", loc="left", fontsize=11, color=INK)
-    axes.set_xlabel("test accuracy (%): dots clients, diamond mean,\nbox quartiles, line median, whiskers 10–90 %")
+    axes.set_xlabel(f"{unit_of(measure)}: dots clients, diamond mean,\nbox quartiles, line median, whiskers 10–90 %")
     axes.grid(axis="x", color="#e6e6e6")
     axes.tick_params(axis="y", length=0)
 

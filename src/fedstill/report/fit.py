@@ -22,9 +22,9 @@ class Order:
 
 
 RESULTS = Order(
-    ("steps", "FLOPs", "B", "seconds", "per sample %"),
-    ("ε", "worst 10 %", "generic %", "seeds"),
-    ("personal %", "score %"),
+    ("steps", "FLOPs", "B", "seconds", "per sample"),
+    ("ε", "worst 10 %", "generic", "seeds"),
+    ("personal", "score"),
 )
 
 
@@ -38,7 +38,7 @@ def fit(cells: Columns, width: int | None, order: Order = RESULTS) -> tuple[list
     (['kB'], [])
     """
     shown = list(range(len(cells)))
-    optional = [i for i in shown if i and _unit(cells[i][0]) not in order.always]
+    optional = [i for i in shown if i and _known(cells[i][0], order) not in order.always]
     optional.sort(key=lambda i: _rank(cells[i][0], i, order))
     while width is not None and optional and _width([cells[i] for i in shown]) > width:
         shown.remove(optional.pop(0))
@@ -51,10 +51,16 @@ def _width(cells: Columns) -> int:
 
 def _rank(heading: str, number: int, order: Order) -> tuple[int, int]:
     """Return when a column is left out; those of equal rank are from the right."""
-    unit = _unit(heading)
+    unit = _known(heading, order)
     if unit in order.last:
         return len(order.first) + 1 + order.last.index(unit), -number
     return order.first.index(unit) if unit in order.first else len(order.first), -number
+
+
+def _known(heading: str, order: Order) -> str:
+    """Return a heading without its prefix, or without what its numbers are: "personal MAE" is personal."""
+    name, known = heading.rpartition(" ")[0], (*order.first, *order.last, *order.always)
+    return name if name in known else _unit(heading)
 
 
 def _unit(heading: str) -> str:

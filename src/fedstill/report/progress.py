@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from ..core.metric import measure_of
 from ..server.coordinator import Coordinator, Record
 from .costs import duration
 
@@ -49,7 +50,7 @@ class Meter:
         self.steps += 1
         self.done = done
         if "personal" in record:
-            self.accuracy = f"{100 * record['personal']:.1f} %"
+            self.accuracy = measure_of("", record).words(record["personal"], 1)
 
     def left(self) -> str:
         """Return the time left, or the time spent once all rounds are over."""

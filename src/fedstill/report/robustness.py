@@ -99,7 +99,7 @@ def _heading(key: Key) -> str:
 
 
 def _percent(values: Sequence[float]) -> str:
-    return stat_of(values).percent() if values else NONE
+    return stat_of(values).text() if values else NONE
 
 
 def accuracy(record: Mapping[str, Any], model: str, clients: set[str]) -> float:

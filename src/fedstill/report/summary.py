@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import scores
 from ..core import settings
+from ..core.metric import metrics_in
 from ..core.version import __version__
 from ..run.evaluate import Evaluation
 from ..server import privacy
@@ -27,7 +28,10 @@ def summary(
     command: str = "",
     line: str = "",
 ) -> dict[str, Any]:
-    """Return all numbers of a comparison: each run with its folder, and means over seeds. Accuracies are fractions."""
+    """Return all numbers of a comparison: each run with its folder, and means over seeds.
+
+    Accuracies are fractions, errors in the units of the targets.
+    """
     first, *others = (settings.values_of(experiment) for experiment in experiments.values())
     common = {name: value for name, value in first.items() if all(other[name] == value for other in others)}
     contract = Evaluation.by(next(iter(experiments.values())))
@@ -83,9 +87,12 @@ def _explanations(runs: Sequence[Run], facts: Facts) -> dict[str, str]:
 
 def _numbers(run: Run) -> dict[str, Any]:
     record = scored(run)
-    names = (
+    names: tuple[str, ...] = (
         "personal", "personal_sample", "personal_std", "personal_worst", "generic", "generic_common", "loss", "epsilon",
     )  # fmt: skip
+    asked = [f"{model}_{metric}" for metric in metrics_in(record) for model in ("personal", "generic")]
+    names += tuple(n for a in asked for n in record if n.startswith(a) and isinstance(record[n], int | float))
+    names += ("objective", "metric") if "objective" in record else ()
     values = {**{name: record[name] for name in names if name in record}, **scores.numbers(run.after, run.history)}
     own = own_score(run)
     values |= {} if own is None else {"score": own}
@@ -123,6 +130,7 @@ def _means(runs: Sequence[Run]) -> dict[str, Any]:
         "generic": pair(_mean(runs, "generic")),
         "generic_common": pair(_mean(runs, "generic_common")),
         **{name: pair(stat) for name, stat in row.further.items()},
+        **{name: pair(stat) for name, (stat, _) in row.metrics.items()},
     }
 
 

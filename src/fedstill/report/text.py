@@ -6,7 +6,7 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from .. import scores
 from ..core import own, settings
 from ..core.errors import InputError
+from ..core.metric import ACCURACY, Measure, measure_of, metrics_in
 from ..data import Federation
 from ..run.evaluate import Evaluation
 from ..run.experiment import Experiment
@@ -68,10 +69,10 @@ class Stat:
     value: float
     spread: float | None = None
 
-    def percent(self) -> str:
-        """Format in per cent, so that values align in a column."""
-        spread = "" if self.spread is None else f" ± {100 * self.spread:5.2f}"
-        return f"{100 * self.value:.2f}{spread}"
+    def text(self, measure: Measure = ACCURACY) -> str:
+        """Format as the measure says, so that values align in a column."""
+        spread = "" if self.spread is None else f" ± {measure.text(self.spread):>5}"
+        return f"{measure.text(self.value)}{spread}"
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,10 @@ class ResultRow:
     cost: dict[str, float | None]  # of a participant's round: steps, flops, bytes; None where it is not known
     best: bool = False
     score: Stat | None = None  # by the run's own evaluation contract, where that is not the default
+    measure: Measure = ACCURACY  # what all but the own score are
+    scored_by: Measure = ACCURACY  # what the own score is
+    metrics: dict[str, tuple[Stat, Measure]] = field(default_factory=dict)
+    """By the record's entry: personal models' mean over clients, the generic model's of all predictions together."""
 
 
 def scored(run: Run) -> dict[str, Any]:
@@ -135,7 +140,9 @@ def rows(runs: Sequence[Run]) -> list[ResultRow]:
     own = any(row.score is not None for row in results)
 
     def leading(row: ResultRow) -> float:
-        return (-math.inf if row.score is None else row.score.value) if own else row.personal.value
+        if not own:
+            return row.measure.rank(row.personal.value)
+        return -math.inf if row.score is None else row.scored_by.rank(row.score.value)
 
     results.sort(key=lambda row: -leading(row))
     if len(results) < 2:
@@ -157,8 +164,9 @@ def own_score(run: Run) -> float | None:
 def _row(label: str, runs: Sequence[Run], several_seeds: bool) -> ResultRow:
     """Return one row; the spread is that over clients where no row has several seeds."""
     records = [scored(run) for run in runs]
-    contract = Evaluation()
+    contract, first = Evaluation(), runs[0]
     personal = stat_of([contract.of(run.kept) for run in runs])
+    metrics = [name for metric in metrics_in(records[0]) for name in (f"personal_{metric}", f"generic_{metric}")]
     if not several_seeds:
         personal = Stat(personal.value, float(records[0]["personal_std"]))
     further = [scores.numbers(run.after, run.history) for run in runs]
@@ -177,6 +185,13 @@ def _row(label: str, runs: Sequence[Run], several_seeds: bool) -> ResultRow:
         epsilon=max((float(run.history[-1].get("epsilon", math.inf)) for run in runs if protected(run)), default=None),
         cost=costs.means([run.cost for run in runs]),
         score=_own_stat(runs),
+        measure=contract.measure(first.history),
+        scored_by=Evaluation.by(first.training).measure(first.history),
+        metrics={
+            name: (stat_of([r[name] for r in records]), measure_of(name.partition("_")[2], records[0]))
+            for name in metrics
+            if all(name in r for r in records)
+        },
     )
 
 
@@ -211,28 +226,57 @@ def columns(results: Sequence[ResultRow]) -> list[tuple[str, list[str]]]:
     several_seeds = any(row.seeds > 1 for row in results)
     private = any(row.epsilon is not None for row in results)
     own = any(row.score is not None for row in results)
+    measure, score = results[0].measure, results[0].scored_by
 
     def column(heading: str, cell: Callable[[ResultRow], str]) -> tuple[str, list[str]]:
         return heading, [cell(row) for row in results]
 
     out = [
         column("method", lambda row: row.label + (" *" if row.best else "")),
-        *([column("score %", lambda row: row.score.percent() if row.score else NONE)] if own else []),
-        column("personal %", lambda row: row.personal.percent()),
-        column("worst 10 %", lambda row: row.worst.percent()),
-        column("per sample %", lambda row: row.sample.percent()),
-        column("generic %", lambda row: row.generic.percent() if row.generic else NONE),
+        *([column(score.heading("score"), lambda row: row.score.text(score) if row.score else NONE)] if own else []),
+        column(measure.heading("personal"), lambda row: row.personal.text(measure)),
+        column("worst 10 %", lambda row: row.worst.text(measure)),
+        column(measure.heading("per sample"), lambda row: row.sample.text(measure)),
+        column(measure.heading("generic"), lambda row: row.generic.text(measure) if row.generic else NONE),
         *([column("ε", lambda row: NONE if row.epsilon is None else f"{row.epsilon:.3g}")] if private else []),
         *costs.columns([row.cost for row in results]),
         column("seconds", lambda row: f"{row.seconds:.1f}"),
     ]
-    last = next(i for i, (heading, _) in enumerate(out) if heading == "generic %")
+    last = next(i for i, (heading, _) in enumerate(out) if heading == measure.heading("generic"))
     for name, heading in scores.headings().items():
         if any(name in row.further for row in results):
             last += 1
-            cells = [row.further[name].percent() if name in row.further else NONE for row in results]
-            out.insert(last, (heading, cells))
+            cells = [row.further[name].text(measure) if name in row.further else NONE for row in results]
+            out.insert(last, (heading.replace("%", measure.mark), cells))
+    for name, heading, by in metric_columns(results):
+        last += 1
+        cells = [row.metrics[name][0].text(by) if name in row.metrics else NONE for row in results]
+        out.insert(last, (heading, cells))
     return [*out, column("seeds", lambda row: str(row.seeds))] if several_seeds else out
+
+
+def metric_columns(results: Sequence[ResultRow]) -> list[tuple[str, str, Measure]]:
+    """Return (entry, heading, measure) of the metrics' columns."""
+    measures = {name: measure for row in results for name, (_, measure) in row.metrics.items()}
+    whose = {name: "" if name.startswith("personal") else "generic " for name in measures}
+    return [(name, whose[name] + measure.heading(), measure) for name, measure in measures.items()]
+
+
+def metric_notes(runs: Sequence[Run], results: Sequence[ResultRow]) -> list[str]:
+    """Explain the metrics' columns: what they are a mean of, and how many clients are left out."""
+    lines = []
+    for name, heading, measure in metric_columns(results):
+        less = ", less is better" if measure.lower else ""
+        model = name.partition("_")[0]
+        what = (
+            "personal model, mean per client"
+            if model == "personal"
+            else "the one model, all clients' predictions together"
+        )
+        left = {int(scored(run).get(f"{name}_left_out", 0)) for run in runs} if model == "personal" else {0}
+        without = f"; not defined for {max(left)} of {len(runs[0].clients)} clients" if max(left) else ""
+        lines.append(f"{heading}: {what}{less}{without}")
+    return lines
 
 
 def notes(runs: Sequence[Run], results: Sequence[ResultRow], facts: Facts = UNKNOWN) -> list[str]:
@@ -241,8 +285,10 @@ def notes(runs: Sequence[Run], results: Sequence[ResultRow], facts: Facts = UNKN
     several_seeds = any(row.seeds > 1 for row in results)
     spread = "± standard deviation over " + ("seeds (n − 1); seconds per seed" if several_seeds else "clients")
     contract = Evaluation.by(training)
-    lines = [f"score %: {contract}"] if contract != Evaluation() else []
-    lines += [f"personal %: {Evaluation()}; {spread}", "worst 10 %: mean of the worst tenth of clients"]
+    measure, score = results[0].measure, results[0].scored_by
+    lines = [f"{score.heading('score')}: {contract}"] if contract != Evaluation() else []
+    lines += [f"{measure.heading('personal')}: {measured(runs[0].history)}{Evaluation()}; {spread}"]
+    lines += ["worst 10 %: mean of the worst tenth of clients"]
     if newcomers:
         listed = len(newcomers) <= 10 and not several_seeds
         names = ", ".join(map(str, newcomers)) if listed else f"{len(newcomers)}, by the seed,"
@@ -253,16 +299,19 @@ def notes(runs: Sequence[Run], results: Sequence[ResultRow], facts: Facts = UNKN
     kinds = {on: labels for on, labels in kinds.items() if labels}
     for on, labels in kinds.items():
         whose = f" of {', '.join(labels)}" if len(kinds) > 1 else ""
-        lines.append(f"generic %{whose}: {on}")
+        lines.append(f"{measure.heading('generic')}{whose}: {on}")
     explanations = scores.explanations(training)
     for name, heading in scores.headings().items():
         if any(name in row.further for row in results):
-            lines.append(f"{heading}: {explanations[name].replace('{external}', facts.external or 'external data')}")
+            words = explanations[name].replace("{external}", facts.external or "external data")
+            words = words if measure.share else words.replace("accuracy", measure.title)
+            lines.append(f"{heading.replace('%', measure.mark)}: {words}")
+    lines += metric_notes(runs, results)
     generic_only = [row.label for row in results if row.generic_only]
     if generic_only:
         lines.append(f"{', '.join(generic_only)}: no personal model, so the generic one serves every client")
     if any(row.best for row in results):
-        lines.append("* best personal accuracy" if contract == Evaluation() else "* best score")
+        lines.append(f"* best personal {measure.title}" if contract == Evaluation() else "* best score")
     first_costs = {label: seeds[0].cost for label, seeds in grouped(runs).items()}
     lines += costs.notes(first_costs, [row.cost for row in results])
     lines += [facts_line(facts)] if facts.data or facts.model else []
@@ -281,6 +330,19 @@ def notes(runs: Sequence[Run], results: Sequence[ResultRow], facts: Facts = UNKN
         *privacy_lines(grouped(runs)),
         *rejection_lines(grouped(runs)),
     ]
+
+
+MEANT = {  # what the score is, where it is not the share of right answers
+    "multilabel": "share of the labels that are right, ",
+    "regression": "mean absolute error (less is better), ",
+    "tokens": "share of the tokens that are right, ",
+}
+
+
+def measured(history: Sequence[Mapping[str, Any]]) -> str:
+    """Return in words what the score is, where it is not accuracy; with a comma."""
+    record = next((record for record in history if "personal_clients" in record), {})
+    return MEANT.get(str(record.get("objective", "")), "")
 
 
 def _values(runs: Sequence[Run], name: str) -> str:

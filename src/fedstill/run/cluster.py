@@ -66,7 +66,8 @@ class Reduced:
         sim, gate = self.simulations[run], self.gates[run]
         method = sim.method
         task = dataclasses.replace(sim.task, round=replies[0].round)
-        good = [r for r in replies if not misreported(r.report, REPORTED) and not divergence(r)]
+        counted = task.objective.counted
+        good = [r for r in replies if not misreported(r.report, REPORTED, counted=counted) and not divergence(r)]
         good, _ = gate.inspect(good, lambda reply: example_upload(sim.method, task, down[reply.client]))
         if not isinstance(method, FedAvg) or len(good) < 2 or not all(_weights(reply.up) for reply in good):
             return {}, frozenset()

@@ -120,6 +120,9 @@ class Experiment(Training):
         " balanced-dirichlet:α, shards:s, classes:S, classes:S,lognormal:σ, lognormal:σ, domain, owner, file:PATH",
         group="data",
     )
+    objective: Literal["auto", "classification", "multilabel", "regression", "tokens"] = setting(
+        "auto", "what is learned; auto: as form and type of the targets say", group="data"
+    )
     split: str = setting(
         "80/20", "train/test (80/20) or train/val/test (70/10/20) per client, or official", group="data"
     )
@@ -150,7 +153,7 @@ class Experiment(Training):
     def dealt(self, owned: str | None) -> Experiment:
         """Return the experiment with its partition and number of clients filled in.
 
-        `owned` is how the data itself is divided, "owner" or "domain", if at all.
+        `owned` is how the data itself is divided, "owner" or "domain" ("iid" where samples have no single class), if at all.
         """
         partition = self.partition if self.partition != "auto" else owned or "dirichlet:0.1"
         by_data = partition.partition(":")[0] in ("owner", "domain", "file")

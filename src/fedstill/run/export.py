@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..core import files, settings
 from ..core.errors import InputError, Shown, TrainingError, first_line
+from ..core.metric import measure_of
 from ..core.tree import Params
 from ..core.version import __version__
 from ..nn import lora, peft_format
@@ -127,12 +128,13 @@ def about(run: Run, client: int | None) -> dict[str, str]:
     if client is not None and outline is not None and outline.names:
         who["client_name"] = outline.client(client)
     scored = next((record for record in reversed(run.kept) if "personal_clients" in record), {})
-    accuracy = scored.get("personal_clients", {}).get(str(client)) if client is not None else scored.get("generic")
+    score = scored.get("personal_clients", {}).get(str(client)) if client is not None else scored.get("generic")
     data = {}
     if outline is not None:
         data = {
             "data": outline.name,
             "shape": json.dumps(list(outline.shape)),
+            "objective": outline.objective,
             "classes": json.dumps([outline.label(c) for c in range(outline.classes)], ensure_ascii=False),
             "mean": json.dumps(list(outline.mean)),
             "std": json.dumps(list(outline.std)),
@@ -148,7 +150,7 @@ def about(run: Run, client: int | None) -> dict[str, str]:
         "seed": str(run.training.seed),
         "round": str(run.task.round),
         "contract": str(contract),
-        **({} if accuracy is None else {"accuracy": repr(float(accuracy))}),
+        **({} if score is None else {measure_of("", scored).name: repr(float(score))}),
         **data,
     }
 

@@ -45,6 +45,9 @@ def check(method: Method, task: Task, training: Training) -> None:
     everyone = task.clients + training.newcomers
     scores.newcomers(Plan(training.seed, training.batch_size), everyone, training.newcomers)
     check_local(method, task, training)
+    if method.needs_classes and task.objective.name != "classification":
+        right = f"'classification' with {method.id}, which {method.needs_classes}"
+        raise InputError("objective", task.objective.name, right)
     method.check(task)
     if training.fine_tune and training.fine_tune_part == "head":
         task.need_split()
@@ -88,6 +91,9 @@ def check_local(method: Method, task: Task, training: Training) -> None:
     if task.augment is None:
         return
     task.augment.check(tuple(task.net.example.shape[1:]))
+    if task.augment.mixup and not task.objective.plain:
+        right = "without mixup, which mixes the cross-entropy of two classes: no other objective, class weights or smoothing"
+        raise InputError("augment", training.augment, right)
     if task.augment.mixup and training.privacy == "local":
         right = "without mixup with privacy 'local': a mixed gradient is that of two samples"
         raise InputError("augment", training.augment, right)

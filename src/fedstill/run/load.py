@@ -19,6 +19,7 @@ from .. import models
 from ..core import own
 from ..core.errors import InputError, Shown, check_path
 from ..core.method import Method
+from ..core.metric import METRICS
 from ..core.reading import Unreadable, field, items, read_json, read_toml
 from ..data import Federation
 from ..data.outline import Outline
@@ -40,7 +41,7 @@ SUMMARY = "summary.json"
 AS_TRAINED = (  # settings that the hooks behind a personal or generic model may see
     "rounds", "epochs", "local_steps", "batch_size", "lr", "momentum", "nesterov", "weight_decay", "seed", "dtype", "newcomers",
     "participation", "precision", "lora", "optimizer", "adam_beta1", "adam_beta2", "adam_eps", "keep_optimizer", "clip_gradient",
-    "lr_schedule", "lr_schedule_over", "warmup", "lr_step", "lr_decay", "augment",
+    "lr_schedule", "lr_schedule_over", "warmup", "lr_step", "lr_decay", "augment", "class_weights", "label_smoothing",
 )  # fmt: skip
 Model: TypeAlias = nn.Module | Callable[[], nn.Module]
 
@@ -238,6 +239,8 @@ class Held:
             assert self.federation is not None
             _check_same(self.folder, self.federation)
             training = dataclasses.replace(self.experiment.training(), device=self.device, workers=0)
+            known = tuple(name for name in training.metrics if name in METRICS)  # not code of somebody's own
+            training = dataclasses.replace(training, metrics=known, score_metric="")
             simulation = prepare(
                 self.experiment.method, self._module(), self.federation, self.experiment.head or None, training
             )

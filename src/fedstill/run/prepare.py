@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from .. import data as sources
 from .. import models, scores
+from ..core import own
 from ..core.augment import Augment
 from ..core.errors import InputError, Shown
 from ..core.method import Method
+from ..core.metric import Function, Measures, measure_of
 from ..core.plan import JointPlan, Plan
 from ..core.protection import POISONS
 from ..core.task import Average, Task
@@ -69,18 +72,25 @@ class Simulation:
         """The model."""
         return self.trainer.bench.net
 
-    def common_accuracy(self, trainer: Trainer, generic: Tree) -> float:
-        """Return the generic model's accuracy on the common test set."""
+    def common_score(self, trainer: Trainer, generic: Tree) -> dict[str, Any]:
+        """Return the generic model's score and metrics on the common test set."""
         assert self.data.common is not None
         x, y = self.data.common
-        with threads(trainer.training_threads):
-            return float((self.task.predict(generic, x).argmax(-1) == y).double().mean())
+        measures = self.trainer.bench.measures
+        with threads(trainer.training_threads), torch.no_grad():
+            outputs = self.task.predict(generic, x)
+            record = {"generic_common": float(self.task.objective.score(outputs, y).double().mean())}
+            if measures.metrics:
+                found = measures.values(measures.reduce(outputs, y))
+                record |= {f"generic_{name}_common": value for name, value in found.items()}
+        return record
 
 
 def federation_of(experiment: Experiment) -> Federation:
     """Read and divide the data of an experiment."""
-    dataset = sources.load(experiment.data, experiment.data_root or None)
+    dataset = sources.load(experiment.data, experiment.data_root or None, objective=experiment.objective)
     owned = "owner" if dataset.owner is not None else "domain" if dataset.domain is not None else None
+    owned = owned or (None if dataset.objective == "classification" else "iid")  # a sample is of no one class
     experiment = experiment.dealt(owned)
     federation = Federation.from_dataset(
         dataset,
@@ -104,6 +114,10 @@ def from_experiment(experiment: Experiment, federation: Federation | None = None
         right = "a data set: this run was made in Python; the same call of simulate() with resume=True goes on with it"
         raise InputError("data", experiment.data, right)
     federation = _with_external(federation or federation_of(experiment), experiment)
+    if experiment.objective not in ("auto", federation.objective):
+        raise InputError(
+            "objective", experiment.objective, f"{federation.objective!r}, as the federation's targets are"
+        )
     model = models.build(experiment.model, federation.shape, federation.classes, experiment.seed, experiment.model_args)
     if experiment.weights:
         weights.load(model, experiment.weights, by_head(model, experiment.head or None))
@@ -119,8 +133,9 @@ def prepare(
     training: Training,
     *,
     average: Average | None = None,
+    functions: Mapping[str, Function] | None = None,
 ) -> Simulation:
-    """Check everything and make it ready; raises `InputError` before any work.
+    """Check everything and make it ready; raises `InputError` before any work. `functions` are metrics of one's own, by name.
 
     `average` stands for the server's mean in every method's `merge`; None: what the settings say.
     """
@@ -150,14 +165,22 @@ def prepare(
     root, seed, outline = None, training.seed, Outline.of(federation)
     if training.average == "fltrust":
         root, federation = root_of(federation, training.root_samples, seed)
+    objective = federation.learns(training.class_weights, training.label_smoothing)
     if attack is not None and training.attack in POISONS:
+        if objective.name != "classification":
+            right = f"another with {objective.name}: it changes the class of a sample"
+            raise InputError("attack", training.attack, right)
         federation = poisoned(federation, attack.kind, attack.clients, attack.strength, seed, training.backdoor_target)
-    ids = not federation.clients[0].x_train.is_floating_point()
+    ids, exact = not federation.clients[0].x_train.is_floating_point(), objective.name in ("regression", "multilabel")
     if ids:
-        net.probe(_extremes(federation, device), federation.classes)
+        net.probe(_extremes(federation, device), objective.output, exact)
     manager = on_device(federation, device, net.example.dtype if ids else dtype)
     if not ids:
-        net.probe(_example(manager, federation), federation.classes)
+        net.probe(_example(manager, federation), objective.output, exact)
+    measures = Measures.of(
+        objective, training.metrics, _own_metrics(training.metrics, functions), federation.labels, net.outputs
+    )
+    check_metric(training, measures)
     task = Task(
         net=net,
         split=split,
@@ -174,12 +197,13 @@ def prepare(
         average=average or rule_of(training),
         recipe=training.recipe(),
         augment=Augment.parse(training.augment),
+        objective=objective,
     )
     legal.check(method, task, training)
     check_scored(training, federation)
     trust = None if root is None else Trust.of(task, root, seed, training.batch_size)
     plan = Plan(training.seed, training.batch_size)
-    bench = Bench(method, task, JointPlan((plan,), len(federation)), join([manager]))
+    bench = Bench(method, task, JointPlan((plan,), len(federation)), join([manager]), measures=measures)
     together = count(task.clients, training.participation)
     if training.privacy == "local":
         # a site knows of its own samples alone
@@ -200,6 +224,25 @@ def prepare(
         method, training, trainer, manager, net.initial(), device, samples, joining, federation.external, devices, attack, trust,
         outline,
     )  # fmt: skip
+
+
+def _own_metrics(names: Sequence[str], functions: Mapping[str, Function] | None) -> dict[str, Function]:
+    """Return the metrics of somebody's own: given as functions, or named by where their code is."""
+    found = dict(functions or {})
+    for name in names:
+        if name not in found and own.is_reference(name):
+            found[name] = own.load("metrics", name)
+            if not callable(found[name]):
+                raise InputError("metrics", name, "a function (targets, predictions) → number")
+    return found
+
+
+def check_metric(training: Training, measures: Measures) -> None:
+    """Refuse an evaluation contract by a metric that the run does not compute."""
+    known = [metric.name for metric in measures.metrics]
+    if training.score_metric and training.score_metric not in (*known, measure_of(measures.objective.metric).name):
+        right = f"one that the run computes ({', '.join([measures.objective.metric, *known])}), or named in metrics too"
+        raise InputError("score_metric", training.score_metric, right)
 
 
 def _example(manager: DataManager, federation: Federation) -> torch.Tensor:

@@ -200,11 +200,11 @@ class Run:
         return lora.merged(self.task.net.module, state) if merged else state
 
     def score(self, **contract: Any) -> float:
-        """Return one number by the evaluation contract: `model`, `clients`, `mean`, `round` (see `Evaluation`)."""
+        """Return one number by the evaluation contract: `model`, `clients`, `mean`, `round`, `metric` (see `Evaluation`)."""
         return settings.build(Evaluation, contract).of(self._records())
 
     def rounds_to(self, target: float, contract: Evaluation | None = None) -> int | None:
-        """Return the first scored round whose number, by the contract, is at least `target`, an accuracy from 0 to 1.
+        """Return the first scored round whose number, by the contract, is at least `target`, of errors at most.
 
         None where none is: the target was never reached. The contract's `round` has no part in it.
         """
@@ -273,7 +273,7 @@ class Run:
     def __repr__(self) -> str:
         known = [f"{len(self.history)} rounds", f"{len(self.clients)} clients"]
         with contextlib.suppress(InputError):
-            known += [f"{100 * self.score():.2f} % ({Evaluation()})"]
+            known += [f"{Evaluation().measure(self.history).words(self.score())} ({Evaluation()})"]
         where = "" if self.folder is None else f" in {self.folder}"
         return f"Run({self.method.id or type(self.method).__name__}{where}: {', '.join(known)})"
 

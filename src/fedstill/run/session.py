@@ -170,9 +170,9 @@ def start(starts: Sequence[Start], transport: Transports | None = None, stop: St
         carrier, hidden = transport.open(parts.edge, sims), transport.hidden()
     else:
         hidden, carrier = None, (transport or LocalTransport)(parts.edge)
-    driver, pace = Driver(carrier), Pace()
+    driver, pace, live = Driver(carrier), Pace(), isinstance(transport, Elsewhere) and transport.live
     coordinators = [
-        _coordinator(start, number, len(starts), strategy, driver, parts.trainer, stop, pace, hidden)
+        _coordinator(start, number, len(starts), strategy, driver, parts.trainer, stop, pace, hidden, live)
         for number, (start, strategy) in enumerate(zip(starts, parts.rounds, strict=True))
     ]
     surveys = [None if one.journal is None else one.journal.survey(one.simulation.device) for one in starts]
@@ -216,6 +216,7 @@ def _coordinator(
     stop: Stop | None,
     pace: Pace,
     hidden: privacy.Hidden | None,
+    live: bool,
 ) -> Coordinator:
     sim, training = start.simulation, start.simulation.training
     with explained(sim.method, sim.task, stacked=False):
@@ -238,6 +239,7 @@ def _coordinator(
     if start.journal is not None and stop is not None:
         callbacks.append(StopCallback(stop))
     per_round = count(sim.task.clients, training.participation)
+    lower = sim.task.objective.lower
     return Coordinator(
         sim.method,
         sim.task,
@@ -250,13 +252,14 @@ def _coordinator(
         eval_every=training.eval_every,
         splits=("test", *(["val"] if sim.data.val is not None else []), *(["train"] if training.train_scores else [])),
         sampler=SAMPLERS[training.sampler],
-        gate=Gate.of(training, sim.method, sim.data.train.sizes, sim.task.net.buffers),
+        gate=Gate.of(training, sim.method, sim.data.train.sizes, sim.task.net.buffers, sim.task.objective.counted),
         aggregator=Aggregator(0 if training.privacy == "central" else training.minimum, rule),
         average=sim.trust or privacy.noisy_mean(sim.method, sim.task, training, per_round, hidden),
         spend=privacy.ledger(training, sim.trainer.bench),
-        common=None if sim.data.common is None else functools.partial(sim.common_accuracy, trainer),
+        common=None if sim.data.common is None else functools.partial(sim.common_score, trainer),
+        measures=dataclasses.replace(sim.trainer.bench.measures, rows=not live),
         away=frozenset(sim.newcomers),
-        watch=scores.forgetting if training.forgetting else None,
+        watch=functools.partial(scores.forgetting, lower=lower) if training.forgetting else None,
         tests={
             "test": sim.data.test.sizes,
             "train": sim.data.train.sizes,
@@ -403,7 +406,8 @@ def _joint_trainer(sims: Sequence[Simulation]) -> Trainer:
     plan = JointPlan(tuple(Plan(sim.training.seed, sim.training.batch_size) for sim in sims), clients)
     varied = {name: [value for value in values for _ in range(clients)] for name, values in varying(sims).items()}
     task = dataclasses.replace(lead.trainer.bench.task, seed=_NoSeed())  # type: ignore[arg-type]
-    bench = Bench(lead.method, task, plan, join([sim.data for sim in sims]), varied)
+    measures = lead.trainer.bench.measures
+    bench = Bench(lead.method, task, plan, join([sim.data for sim in sims]), varied, measures=measures)
     return lead.trainer.over(bench, together=lead.trainer.together * len(sims))
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from ..core import settings
 from ..core.errors import InputError, TrainingError, check_callable, check_path
 from ..core.method import Method
+from ..core.metric import Function
 from ..core.training import REAL, Timing
 from ..data import Federation
 from ..data.outline import Outline
@@ -42,23 +43,28 @@ def simulate(
     progress: Progress | None = None,
     callbacks: Sequence[Callback] = (),
     transport: Transports | None = None,
+    metrics: Sequence[str | Function] = (),
     **training: Any,
 ) -> Run:
     """Train `data`'s clients by `method`, starting from the weights that `model` has.
 
     `model` is any `nn.Module` (it is not changed) or a function that makes one; `head` names its head where the module does
-    not. The other keywords are the fields of `Training`. With `out` the run leaves a folder behind; the same call with
-    `resume=True` continues from that folder's newest checkpoint. `callbacks` follow the run
-    (`on_start`, `on_round`, `on_end`); `transport` makes what carries orders, given an edge.
+    not. `metrics` are names of metrics, or functions (targets, predictions) → number of your own. The other keywords are the
+    fields of `Training`. With `out` the run leaves a folder behind; the same call with `resume=True` continues from that folder's
+    newest checkpoint. `callbacks` follow the run (`on_start`, `on_round`, `on_end`); `transport` makes what carries orders, given
+    an edge.
     """
     if isinstance(training.get("dtype"), torch.dtype):
         training["dtype"] = str(training["dtype"]).removeprefix("torch.")
     if isinstance(training.get("device"), torch.device):
         training["device"] = str(training["device"])
-    config = settings.build(Training, training)
+    asked = [metrics] if isinstance(metrics, str) or callable(metrics) else metrics
+    own = {getattr(metric, "__name__", "own"): metric for metric in asked if callable(metric)}
+    names = [metric if isinstance(metric, str) else getattr(metric, "__name__", "own") for metric in asked]
+    config = settings.build(Training, {**training, "metrics": names})
     legal.check_simulate(method, model, data, out, resume, progress)
     check_clock(config, transport)
-    simulation = prepare(method, model, data, head, config)
+    simulation = prepare(method, model, data, head, config, functions=own)
     journal = None if out is None else Journal(out)
     if journal is not None:
         about = {"data": PYTHON, "model": PYTHON, "head": simulation.task.head_modules()}
@@ -142,8 +148,10 @@ def _begin(
 def complete(experiment: Experiment, federation: Federation) -> Experiment:
     """Return the experiment with what its data decided filled in."""
     kind = federation.partition_record.get("kind")
-    dealt = experiment.dealt(kind if kind in ("owner", "domain") else None)
-    return dataclasses.replace(dealt, clients=len(federation), data=PYTHON if kind == "arrays" else dealt.data)
+    dealt = experiment.dealt(kind if kind in ("owner", "domain", "iid") else None)
+    data = PYTHON if kind == "arrays" else dealt.data
+    objective = dealt.objective if federation.objective == "classification" else federation.objective
+    return dataclasses.replace(dealt, clients=len(federation), data=data, objective=objective)
 
 
 def resume(

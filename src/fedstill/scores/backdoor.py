@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core.errors import InputError
 from ..core.tree import Params
 from ..data.poison import stamped, trigger_value
 from .score import Finished, Score, register
@@ -21,6 +22,10 @@ from .score import Finished, Score, register
 
 def backdoor(run: Finished, target: int) -> dict[str, float]:
     """Return the success rate in the personal models (or the generic one in their place), and in the generic one."""
+    if run.task.objective.name != "classification":
+        raise InputError(
+            "target", target, f"asked of a classification: samples of {run.task.objective.name} have no class"
+        )
     train = run.data.train
     value = trigger_value(train.of(k)[0] for k in range(len(train.sizes)))
     generic = run.generic_model() if "generic" in run.method.scores else None

@@ -1,13 +1,15 @@
 """Who owns a sample is unknown: all clients' models vote, or one model is made of them.
 
     New(x) = argmax_c  1/K · Σ_k softmax(f(v_k, x))_c          (CD²-pFed's New test; on another source: External)
+    of labels  1/K · Σ_k σ(f(v_k, x)) > ½,     of numbers  1/K · Σ_k f(v_k, x)
     averaged:  v̄ = Σ p_k·v_k,  p_k = n_k / Σ n_j                (spectral co-distillation's GM of personal-only methods)
 
-Only one block of [samples, classes] is ever in memory, whatever the number of clients: votes are added up model by model.
+Only one block of [samples, outputs] is ever in memory, whatever the number of clients: votes are added up model by model.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -28,24 +30,24 @@ On: TypeAlias = Literal["clients", "common"]
 
 
 def new(run: Finished, on: On = "clients") -> float:
-    """Return the accuracy of the ensemble of all clients' personal models on the union of their tests, or the common test."""
-    return _accuracy(run, _ensemble, *_tests(run, on))
+    """Return the score of the ensemble of all clients' personal models on the union of their tests, or the common test."""
+    return _score(run, _ensemble, *_tests(run, on))
 
 
 def on_external(run: Finished, data: Pair, model: Literal["ensemble", "generic"] = "ensemble") -> float:
-    """Return the accuracy of the ensemble, or of the generic model, on data that was read by `Samples.read`."""
+    """Return the score of the ensemble, or of the generic model, on data that was read by `Samples.read`."""
     if model not in ("ensemble", "generic"):
         raise InputError("model", model, "'ensemble' or 'generic'")
     if model == "ensemble":
-        return _accuracy(run, _ensemble, *data)
+        return _score(run, _ensemble, *data)
     if "generic" not in run.method.scores:
         raise InputError("model", model, f"'ensemble': {run.method.id} trains no generic model")
     generic = run.generic_model()
-    return _accuracy(run, lambda run, x: run.task.predict(generic, x), *data)
+    return _score(run, _of(generic), *data)
 
 
 def averaged(run: Finished, on: On = "clients", mean: Literal["weighted", "uniform"] = "weighted") -> float:
-    """Return the accuracy of the mean of the personal models, by training samples or all alike, on the data of `new`."""
+    """Return the score of the mean of the personal models, by training samples or all alike, on the data of `new`."""
     if mean not in ("weighted", "uniform"):
         raise InputError("mean", mean, "'weighted' or 'uniform'")
     sizes = run.data.train.sizes
@@ -59,7 +61,7 @@ def averaged(run: Finished, on: On = "clients", mean: Literal["weighted", "unifo
         name: (value if first[name].is_floating_point() else value.round()).to(first[name].dtype)
         for name, value in total.items()
     }
-    return _accuracy(run, lambda run, x: run.task.predict(model, x), *_tests(run, on))
+    return _score(run, _of(model), *_tests(run, on))
 
 
 def _tests(run: Finished, on: str) -> Pair:
@@ -76,33 +78,39 @@ def _tests(run: Finished, on: str) -> Pair:
     return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
 
 
-def _accuracy(run: Finished, votes: Callable[[Finished, Tensor], Tensor], x: Tensor, y: Tensor) -> float:
-    """Return the share of samples whose highest vote is right, block by block."""
-    net = run.task.net
-    rows, hits = max(1, VOTES // net.outputs), 0
+def _of(params: Params) -> Callable[[Finished, Tensor], Tensor]:
+    """Return the predictions of one model, in float64."""
+    return lambda run, x: run.task.objective.predictions(run.task.predict(params, x).double())
+
+
+def _score(run: Finished, predict: Callable[[Finished, Tensor], Tensor], x: Tensor, y: Tensor) -> float:
+    """Return the mean score of the samples, such as the share whose prediction is right, block by block."""
+    net, objective, total = run.task.net, run.task.objective, 0.0
+    rows = max(1, VOTES // math.prod((*objective.output[:-1], net.outputs)))
     with torch.no_grad():
         for first in range(0, len(y), rows):
             block = x[first : first + rows].to(net.device, net.example.dtype)
-            hits += int((votes(run, block).argmax(-1) == y[first : first + rows].to(net.device)).sum())
-    return hits / len(y)
+            scores = objective.score_predictions(predict(run, block), y[first : first + rows].to(net.device))
+            total += float(scores.double().sum())
+    return total / len(y)
 
 
 def _ensemble(run: Finished, x: Tensor) -> Tensor:
-    """Return Σ_k softmax(f(v_k, x)), in float64. Where there are no personal models all would vote alike: one does."""
-    net = run.task.net
-    total = torch.zeros(len(x), net.outputs, dtype=torch.float64, device=net.device)
+    """Return the mean of all models' predictions, in float64. Without personal models all would vote alike: one does."""
+    net, objective = run.task.net, run.task.objective
+    total = torch.zeros(len(x), *objective.output[:-1], net.outputs, dtype=torch.float64, device=net.device)
     voters = run.clients if "personal" in run.method.scores else run.clients[:1]
     for group in _groups(voters, STACK if run.engine == "stacked" else 1):
         models = [run.served(k) for k in group]
         if len(models) == 1:
-            total += run.task.predict(models[0], x).double().softmax(-1)
+            total += objective.predictions(run.task.predict(models[0], x).double())
             continue
         stacked: Params = tree.stack(models)
         forward = vmap(lambda params, chunk: net(params, chunk, train=False), in_dims=(0, None))
         for first in range(0, len(x), CHUNK):
             logits = forward(stacked, x[first : first + CHUNK])
-            total[first : first + CHUNK] += logits.double().softmax(-1).sum(0)
-    return total
+            total[first : first + CHUNK] += objective.predictions(logits.double()).sum(0)
+    return total / len(voters)
 
 
 def _groups(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
@@ -122,7 +130,7 @@ def _external(run: Finished) -> dict[str, Any]:
     return results
 
 
-VOTE = "the average of the softmax predictions of all clients' personal models"
+VOTE = "the average of the predictions of all clients' personal models (probabilities, or values)"
 WEIGHTS = "the mean of all clients' personal weights (by training samples)"
 register(
     Score(

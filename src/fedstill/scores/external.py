@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..core.errors import InputError, Shown
+from ..core.objective import ObjectiveName
 from ..data import Dataset, Federation, load
-from ..data.arrays import read_labels, read_samples
+from ..data.arrays import read_samples, read_targets
 from ..data.federation import Pair
 
 
@@ -23,15 +24,20 @@ class Samples:
     labels: tuple[str, ...]  # the classes' names, where they are known
     mean: tuple[float, ...]  # how samples were normalised
     std: tuple[float, ...]
+    objective: ObjectiveName = "classification"
 
     @classmethod
     def of(cls, data: Federation) -> Samples:
         """Return the description of a federation's samples."""
-        return cls(data.name, data.shape, data.classes, data.labels, data.mean, data.std)
+        return cls(data.name, data.shape, data.classes, data.labels, data.mean, data.std, data.objective)
 
     def read(self, data: Dataset | Sequence[Any]) -> Pair:
         """Read a data set, normalised as the federation's, or return (x, y) unchanged; refuse data that does not fit."""
         if isinstance(data, Dataset):
+            if data.objective != self.objective:
+                raise InputError(
+                    "external", Shown(f"data for {data.objective}"), f"for {self.objective} as {self.name} is"
+                )
             self._same("external", data.shape, data.classes)
             if self.labels and data.labels and self.labels != data.labels:
                 odd = next(
@@ -47,7 +53,7 @@ class Samples:
             raise InputError("external", Shown(type(data).__name__), "a Dataset or (x, y)")
         x = read_samples("external.x", data[0])
         self._same("external", tuple(x.shape[1:]), self.classes)
-        return x, read_labels("external.y", data[1], len(x), self.classes)
+        return x, read_targets("external.y", data[1], len(x), self.classes, self.objective)
 
     def _same(self, where: str, shape: tuple[int, ...], classes: int) -> None:
         if shape != self.shape:

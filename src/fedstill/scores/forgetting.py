@@ -1,6 +1,7 @@
 """The forgetting gap (pFedSD's Fig. 2): what a client loses when the download takes the place of the model it had trained.
 
     gap_k = acc(v_k) − acc(w),     forgetting = mean of gap_k over the participants that took part before
+    of errors  err(w) − err(v_k)
 
 v_k is the model with which client k ended its local training when it last took part (of several models, the one trained last);
 w the downloaded one, completed by the client's own parts where a method sends only some. Both on the client's own test data, and
@@ -18,8 +19,8 @@ from ..transport.messages import Reply
 from .score import Score, register
 
 
-def forgetting(replies: Sequence[Reply], history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what a round's record says of its participants' replies, given the history so far."""
+def forgetting(replies: Sequence[Reply], history: Sequence[Mapping[str, Any]], lower: bool = False) -> dict[str, Any]:
+    """Return what a round's record says of its participants' replies, given the history so far; `lower`: of errors."""
     watched = [reply for reply in replies if "tests" in reply.report]
     if not watched:
         return {}
@@ -29,7 +30,7 @@ def forgetting(replies: Sequence[Reply], history: Sequence[Mapping[str, Any]]) -
     downloaded, trained = (
         {str(r.client): r.report[name] / r.report["tests"] for r in watched} for name in ("downloaded", "trained")
     )
-    gaps = [last[k] - rate for k, rate in downloaded.items() if k in last]
+    gaps = [(rate - last[k] if lower else last[k] - rate) for k, rate in downloaded.items() if k in last]
     gap = {"forgetting": float(np.mean(gaps))} if gaps else {}
     return {**gap, "downloaded_clients": downloaded, "trained_clients": trained}
 

@@ -35,11 +35,12 @@ def fine_tuned(run: Finished, epochs: int, subset: Subset = "head") -> dict[str,
     """Return the clients' accuracies on their own tests after `epochs` more, named as a record names the personal ones."""
     replies = _tune(run, run.clients, epochs, subset)
     rates, sizes = _rates(replies, "after"), [reply.report["samples"] for reply in replies]
+    lower = run.task.objective.lower
     return {
         "fine_tuned": float(np.mean(rates)),
         "fine_tuned_sample": float(np.average(rates, weights=sizes)),
         "fine_tuned_std": float(np.std(rates)),
-        "fine_tuned_worst": worst_tenth(rates),
+        "fine_tuned_worst": worst_tenth(rates, lower),
         "fine_tuned_clients": _by_client(replies, rates),
     }
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from ..core.errors import TrainingError
 from ..core.method import Method, Upload
+from ..core.metric import METRICS, NO_METRICS, Measures
 from ..core.plan import Plan
 from ..core.task import Average, Task
 from ..core.tree import Tree
@@ -43,7 +44,7 @@ from .gate import (
     state_of,
 )  # fmt: skip
 from .optimizer import Rule
-from .records import Scores, nbytes, split_seconds, summary, traffic, training_losses
+from .records import Scores, metrics, nbytes, split_seconds, summary, traffic, training_losses
 from .sampler import Memory, Sampler, uniform
 
 Record: TypeAlias = dict[str, Any]
@@ -178,7 +179,8 @@ class Coordinator:
     spend: Callable[[Sequence[Record], Sequence[int], float], Record] | None = None
     """Return what the record says of privacy if these clients are asked, given the history and the share of the clients that a
     round asks; raises where that must not be."""
-    common: Callable[[Tree], float] | None = None  # accuracy on a test set that belongs to no client
+    common: Callable[[Tree], Record] | None = None  # the generic model's score on a test set that belongs to no client
+    measures: Measures = NO_METRICS  # the run's metrics beside the objective's score
     away: frozenset[int] = frozenset()  # clients that are neither trained nor scored
     watch: Callable[[Sequence[Reply], Sequence[Record]], Record] | None = None
     """Have training watched, and return what the record says of the replies, given the history (forgetting)."""
@@ -302,14 +304,24 @@ class Coordinator:
                 refused = {reply.client: reply.refusal for reply in replies if reply.refusal}
                 reason = "; ".join(f"client {k}: {why}" for k, why in [*self.noted.items(), *refused.items()][:1])
                 raise TrainingError(f"round {task.round}: no client sent scores that can be; {reason or NOBODY}")
-            record |= summary(scores, "" if split == self.splits[0] else f"{split}_")
+            prefix = "" if split == self.splits[0] else f"{split}_"
+            record |= summary(scores, prefix, self.task.objective.lower)
+            if self.measures.metrics:
+                record |= metrics(counted, self.method.scores, self.measures, prefix, self.method.scores[0])
             if split == "train":
                 record |= training_losses(counted)
         if len(self.samples):
             record["train_samples"] = {str(k): int(self.samples[k]) for k in self.honest()}
         if self.common is not None and generic is not None:
-            record["generic_common"] = self.common(generic)
-        return record
+            record |= self.common(generic)
+        return {**record, **self.described()}
+
+    def described(self) -> Record:
+        """Return what a record says of its metrics: which the score is where it is not accuracy, and own ones that fall."""
+        own = [metric.name for metric in self.measures.metrics if metric.measure.lower and metric.name not in METRICS]
+        objective = self.task.objective
+        named = {} if objective.name == "classification" else {"objective": objective.name, "metric": objective.metric}
+        return {**named, **({"lower": own} if own else {})}
 
     def unscored(self) -> bool:
         """Return whether so many scorings before this one had no answer that one more ends the run."""
@@ -337,6 +349,8 @@ class Coordinator:
         Uploads are bounded by the first right one or, before it and where their form varies, by the server's state and a
         model; replies of numbers by what these may need. What a client keeps (`state`) is sent where clients are ours.
         """
+        if kind == "score" and self.measures.metrics:
+            return SMALL + self.measures.bytes(max(map(max, self.tests.values()), default=0)) * len(self.method.scores)
         if kind not in ("train", "model"):
             return 0 if kind == "state" else SMALL
         gate = self.gate
@@ -431,7 +445,11 @@ class Coordinator:
         tests, needed = self.tests.get(split, ()), NEEDS.get(reply.kind, ())
         registered = {"samples": int(tests[reply.client])} if reply.client < len(tests) else {}
         models = self.method.scores if reply.kind == "score" else ()
-        wrong = misreported(reply.report, (*needed, *models), registered if "samples" in needed else {})
+        registered = registered if "samples" in needed else {}
+        wrong = misreported(reply.report, (*needed, *models), registered, self.task.objective.counted)
+        if not wrong and reply.kind == "score" and self.measures.metrics:
+            sent = (self.measures.wrong(reply.up.get(model), int(reply.report["samples"])) for model in models)
+            wrong = next(filter(None, sent), "")
         if not wrong and reply.kind == "model":
             wrong = model_of(reply.up, self.forms[0])
         if not wrong and reply.kind == "state":

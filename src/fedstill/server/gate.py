@@ -64,7 +64,7 @@ def example_upload(method: Method, task: Task, down: Tree) -> Tree:
     x = task.net.example
     count = torch.tensor(float(len(x)), dtype=task.net.dtype, device=x.device)
     never = torch.zeros((), dtype=torch.float64, device=x.device)
-    y, index = torch.zeros(len(x), dtype=torch.int64, device=x.device), torch.arange(len(x), device=x.device)
+    y, index = task.objective.example(len(x), count), torch.arange(len(x), device=x.device)
     task = task.at_site(Site(x, y, index, count, torch.ones_like(count), never))
     with torch.no_grad():
         memory = tree.fit_rows(method.init_client(task, task.net.initial()), method.per_sample, len(x))
@@ -139,6 +139,7 @@ class Gate:
     clip: bool = False  # whether an upload above it is clipped, else it is refused
     most_bytes: int = 0  # that a reply may have on the wire; 0: by the size of a right upload
     variances: tuple[str, ...] = ()  # names of running variances, where uploads are models
+    counted: bool = True  # whether scores are numbers of right answers
     expected: Spec | None = field(default=None, init=False)
     _form: dict[str, Any] | None = field(default=None, init=False)  # the same as a tree, for a quick comparison
     size: int = field(default=0, init=False)  # bytes of an upload of the form expected
@@ -147,12 +148,15 @@ class Gate:
     wrong: Reasons = field(default_factory=dict, init=False)  # uploads of a wrong form before the first right one
 
     @classmethod
-    def of(cls, settings: Acceptance, method: Method, samples: Sequence[int], buffers: Sequence[str]) -> Gate:
+    def of(
+        cls, settings: Acceptance, method: Method, samples: Sequence[int], buffers: Sequence[str], counted: bool = True
+    ) -> Gate:
         """Return the gate that a run asks for, given the registered numbers of samples and the names of a model's buffers."""
         clip, refuse = settings.over_norm == "clip", settings.on_divergence == "refuse"
         most = int(settings.max_upload * 2**20)
         variances = tuple(name for name in buffers if name.split(".")[-1] == VARIANCE and method.averages)
-        return cls(method.upload_varies, refuse, samples, settings.max_share, settings.max_norm, clip, most, variances)
+        share, norm = settings.max_share, settings.max_norm
+        return cls(method.upload_varies, refuse, samples, share, norm, clip, most, variances, counted)
 
     # ---- reports -----------------------------------------------------------------------------------------------------
     def reports(
@@ -163,7 +167,7 @@ class Gate:
         for reply in replies:
             known = reply.client < len(self.samples)
             registered = {"samples": int(self.samples[reply.client])} if known else {}
-            reason = misreported(reply.report, needed if known else {*needed, "samples"}, registered)
+            reason = misreported(reply.report, needed if known else {*needed, "samples"}, registered, self.counted)
             if not reason and steps is not None and reply.report["steps"] > steps.get(reply.client, WHOLE):
                 reason = f"it reports {reply.report['steps']:g} steps; {steps[reply.client]} are the most it can make"
             if not reason and reply.report.get("samples") == 0:
@@ -306,8 +310,13 @@ class Gate:
         return difference(spec, right)
 
 
-def misreported(report: Any, needed: Collection[str], registered: Mapping[str, int] | None = None) -> str:
-    """Return what is wrong with the numbers of a reply; a loss that is huge or NaN is not: it says that training diverged."""
+def misreported(
+    report: Any, needed: Collection[str], registered: Mapping[str, int] | None = None, counted: bool = True
+) -> str:
+    """Return what is wrong with the numbers of a reply; a loss that is huge or NaN is not: it says that training diverged.
+
+    `counted` says whether scores are numbers of right answers; else they are sums of shares or errors.
+    """
     if not isinstance(report, dict) or len(report) > NUMBERS:
         return f"its report is no table of at most {NUMBERS} numbers"
     for name in needed:
@@ -321,7 +330,7 @@ def misreported(report: Any, needed: Collection[str], registered: Mapping[str, i
         number = isinstance(value, int | float) and not isinstance(value, bool)
         possible = number and (name == "loss" or -WHOLE <= value <= WHOLE)
         if name in COUNTS:
-            possible = possible and value >= 0 and value == int(value)
+            possible = possible and value >= 0 and (value == int(value) or (name in RIGHT and not counted))
         if name == "finite":
             possible = possible and value in (0, 1)
         if not possible:
@@ -329,7 +338,7 @@ def misreported(report: Any, needed: Collection[str], registered: Mapping[str, i
     for name, count in (registered or {}).items():
         if report.get(name, count) != count:
             return f"it reports {report[name]:g} {name}; {count} are registered"
-    for name, of in RIGHT.items():
+    for name, of in RIGHT.items() if counted else ():
         if name in report and of in report and report[name] > report[of]:
             return f"it reports {report[name]:g} right answers ({name}) of {report[of]:g} samples"
     return ""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core.metric import Measure, Measures
 from ..core.tree import Tree
 from ..transport.messages import Order, Reply
 
@@ -59,26 +60,27 @@ def split_seconds(carrying: float, waited: float, total: float) -> dict[str, Any
 
 @dataclass(frozen=True)
 class Scores:
-    """Right answers and test sizes, by client, for each model that was scored."""
+    """Right answers (or sums of shares or errors) and test sizes, by client, for each model that was scored."""
 
     clients: list[int]
     samples: list[int]
-    hits: dict[str, list[int]]
+    hits: dict[str, list[float]]
 
     @classmethod
     def read(cls, replies: Sequence[Reply], models: Sequence[str]) -> Scores:
         """Read the clients' replies. Where a method has only a generic model, that is also what serves each client."""
-        hits = {model: [int(r.report[model]) for r in replies] for model in models}
+        hits = {model: [float(r.report[model]) for r in replies] for model in models}
         hits.setdefault("personal", hits.get("generic", []))
         return cls([r.client for r in replies], [int(r.report["samples"]) for r in replies], hits)
 
 
-def summary(scores: Scores, prefix: str = "") -> dict[str, Any]:
+def summary(scores: Scores, prefix: str = "", lower: bool = False) -> dict[str, Any]:
     """Return the numbers of one round's record.
 
     `personal` is the mean over clients, `personal_sample` over samples, `personal_std` the spread over clients and
     `personal_worst` the mean of the worst tenth of clients; `generic` counts every client's test samples alike (the common
     test set, where there is one, has a number of its own: `generic_common`); `generic_client` is its mean over clients.
+    `lower` says that less is better.
     """
     sizes = np.array(scores.samples, dtype=float)
     record: dict[str, Any] = {}
@@ -90,13 +92,70 @@ def summary(scores: Scores, prefix: str = "") -> dict[str, Any]:
             record[f"{prefix}generic"], record[f"{prefix}generic_client"] = per_sample, float(rates.mean())
         else:
             record[f"{prefix}personal"], record[f"{prefix}personal_sample"] = float(rates.mean()), per_sample
-            record[f"{prefix}personal_std"], record[f"{prefix}personal_worst"] = float(rates.std()), worst_tenth(rates)
+            record[f"{prefix}personal_std"], record[f"{prefix}personal_worst"] = (
+                float(rates.std()),
+                worst_tenth(rates, lower),
+            )
     record[f"{prefix}samples"] = {str(k): n for k, n in zip(scores.clients, scores.samples, strict=True)}
     return record
 
 
+def metrics(
+    replies: Sequence[Reply], models: Sequence[str], measures: Measures, prefix: str = "", served: str = "personal"
+) -> dict[str, Any]:
+    """Return what a record says of the run's metrics, by model (`personal_f1`, `generic_f1`, …).
+
+    Like `personal`, `personal_f1` is the mean over clients, with `_sample`, `_std`, `_worst` and `_clients`; `_pooled` is the
+    metric of all clients' predictions together, which `generic_f1` is for the generic model. Clients for which a metric is not
+    defined are left out, `_left_out` of them.
+    """
+    record: dict[str, Any] = {}
+    known = [model for model in ("personal", "generic") if model in models or model == "personal"]
+    for model in known:
+        source = model if model in models else served
+        parts = [reply.up[source] for reply in replies]
+        whole = measures.merge(parts) if parts else {}
+        pooled, by_class = measures.values(whole), measures.by_class(whole)
+        for measure in (metric.measure for metric in measures.metrics):
+            own = {r.client: r.report.get(f"{source}_{measure.name}") for r in replies}
+            sizes = {reply.client: reply.report["samples"] for reply in replies}
+            name = f"{prefix}{model}_{measure.name}"
+            record |= _metric(name, model == "generic", measure, own, sizes, pooled.get(measure.name))
+            if measure.name in by_class and not prefix:
+                record[f"{name}_by_class"] = by_class[measure.name]
+    return record
+
+
+def _metric(
+    name: str,
+    generic: bool,
+    measure: Measure,
+    own: dict[int, float | None],
+    sizes: dict[int, float],
+    pooled: float | None,
+) -> dict[str, Any]:
+    known = {k: float(value) for k, value in own.items() if value is not None}
+    values, weights = np.array([*known.values()]), np.array([sizes[k] for k in known])
+    record: dict[str, Any] = {f"{name}_clients": {str(k): value for k, value in known.items()}}
+    if len(known) < len(own):
+        record[f"{name}_left_out"] = len(own) - len(known)
+    if pooled is not None:
+        record[name if generic else f"{name}_pooled"] = pooled
+    if not known:
+        return record
+    if generic:
+        return {**record, f"{name}_client": float(values.mean())}
+    return {
+        **record,
+        name: float(values.mean()),
+        f"{name}_sample": float(np.average(values, weights=weights)),
+        f"{name}_std": float(values.std()),
+        f"{name}_worst": worst_tenth(values, measure.lower),
+    }
+
+
 def training_losses(replies: Sequence[Reply]) -> dict[str, Any]:
-    """Return the cross-entropy on the clients' training data: of the models that serve them, and of the generic one.
+    """Return the loss on the clients' training data: of the models that serve them, and of the generic one.
 
     Both are means over all samples; `train_loss_clients` has each client's own mean. What is not finite is left out.
     """
@@ -112,7 +171,8 @@ def training_losses(replies: Sequence[Reply]) -> dict[str, Any]:
     return losses
 
 
-def worst_tenth(rates: Any) -> float:
-    """Return the mean of the worst 10 % of clients (at least one client)."""
+def worst_tenth(rates: Any, lower: bool = False) -> float:
+    """Return the mean of the worst 10 % of clients (at least one client); `lower`: less is better."""
     ordered = np.sort(np.asarray(rates, dtype=float))
+    ordered = ordered[::-1] if lower else ordered
     return float(ordered[: max(1, len(ordered) // 10)].mean())

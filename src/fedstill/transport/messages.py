@@ -20,7 +20,8 @@ class Order:
     """What the server asks of a client.
 
     train     train from `down`; with `work` "generic" (wait-free) personal training is left for later
-    score     count how many samples of `split` the personal model, and `generic` where it came along, get right
+    score     sum up how well the personal model, and `generic` where it came along, do on the samples of `split`: how many they
+              get right, or their errors; with the run's metrics and, in `up`, what these can be pooled from
     begin     take `down` as what personal training goes on from (wait-free, a client that is not asked to train)
     idle      make `steps` of personal training; `keep` false: on a copy, for a score only
     tune      train the client's model for `epochs` more, on a copy, and score it before and after
@@ -49,7 +50,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Reply:
-    """A client's answer. `up` is all that leaves the client in training; `report` holds plain numbers."""
+    """A client's answer. `up` is all that leaves the client, or the statistics of its tests; `report` holds plain numbers."""
 
     kind: Kind
     round: int

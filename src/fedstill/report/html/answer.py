@@ -36,44 +36,53 @@ def _usual(study: Study) -> bool:
 def _best(study: Study, tested: Differences | None) -> Html:
     best = study.best
     stat = study.score(best) or study.personal(best)
-    over = f" ± {100 * stat.spread:.1f}" if stat.spread is not None and study.seeds > 1 else ""
+    measure = study.measure
+    over = f" ± {measure.text(stat.spread, 1)}" if stat.spread is not None and study.seeds > 1 else ""
     name = join([tag("strong", "Training alone"), f" ({best})"]) if best == study.local else tag("strong", best)
-    number = f"{100 * stat.value:.1f}{over} %"
+    number = f"{measure.text(stat.value, 1)}{over}{' %' if measure.share else ''}"
     if not _usual(study):
         words = "has the best score," if len(study.runs) > 1 else "scores"
         return join([name, f" {words} {number}: {study.contract}."])
-    reached = join([name, f" serves the clients with {number} accuracy on average"])
+    what = f"{number} accuracy" if measure.share else f"{measure.indefinite} of {number}"
+    reached = join([name, f" serves the clients with {what} on average"])
     if tested is None:
         worst = study.mean(best, "personal_worst")
-        return join([reached, f", the worst tenth of them with {100 * worst.value:.1f} %." if worst else "."])
+        return join(
+            [
+                reached,
+                f", the worst tenth of them with {worst.text(measure) if not measure.share else f'{100 * worst.value:.1f} %'}."
+                if worst
+                else ".",
+            ]
+        )
     alike = [label for label in study.labels[1:] if not tested.between(best, label).significant]
     second = study.labels[1]
-    ahead = 100 * tested.between(best, second).gain
+    ahead = measure.factor * measure.rank(tested.between(best, second).gain)
+    lead = (
+        f"{ahead:.1f} points more than" if measure.share else f"{ahead:.4g} {'less' if measure.lower else 'more'} than"
+    )
     if not alike:
         return join(
             [
                 reached,
-                f", {ahead:.1f} points more than {second}, the next; the difference to every other is significant.",
+                f", {lead} {second}, the next; the difference to every other is significant.",
             ]
         )
     if len(alike) == len(study.labels) - 1:
         others = "the other" if len(alike) == 1 else f"any of the {len(alike)} others"
         return join([reached, f"; these runs do not show that it differs from {others if len(alike) > 1 else second}."])
-    beaten = len(study.labels) - 1 - len(alike)
-    return join(
-        [
-            reached,
-            f", significantly more than {beaten} of the {len(study.labels) - 1} others; {_listed(alike)} may be as good.",
-        ]
-    )
+    beaten, more = len(study.labels) - 1 - len(alike), "more" if measure.share else "better"
+    others = f"{beaten} of the {len(study.labels) - 1} others; {_listed(alike)} may be as good."
+    return join([reached, f", significantly {more} than {others}"])
 
 
 def _client_by_client(study: Study, tested: Differences) -> str:
     """Return how the best score's method stands to the others where clients are compared one by one, which may differ."""
     pairs = {label: tested.between(study.best, label) for label in study.labels[1:]}
+    rank = study.tested_by.rank
     sides = {
-        "significantly better than": [label for label, d in pairs.items() if d.significant and d.gain > 0],
-        "significantly worse than": [label for label, d in pairs.items() if d.significant and d.gain < 0],
+        "significantly better than": [label for label, d in pairs.items() if d.significant and rank(d.gain) > 0],
+        "significantly worse than": [label for label, d in pairs.items() if d.significant and rank(d.gain) < 0],
         "not shown to differ from": [label for label, d in pairs.items() if not d.significant],
     }
     stands = ", ".join(f"{words} {_listed(labels)}" for words, labels in sides.items() if labels)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from ...core.metric import ACCURACY, Measure
 from ...server.records import worst_tenth
 from ..significance import Unit
 from .markup import Html, csv, download, join, tag
@@ -23,45 +24,53 @@ ROW = 34.0
 
 
 def rates_of(study: Study) -> dict[str, Floats]:
-    """Return the clients' accuracies in per cent, all seeds together, by method."""
-    return {label: 100 * np.array([*of.values()]) for label, of in study.rates().items()}
+    """Return the clients' numbers as they are shown (accuracies in per cent), all seeds together, by method."""
+    return {label: study.tested_by.factor * np.array([*of.values()]) for label, of in study.rates().items()}
 
 
 def clients(study: Study, classes: Styles) -> Html:
     """Return both figures."""
-    rates = rates_of(study)
+    rates, measure = rates_of(study), study.tested_by
     by_seed = {(label, run.seed): run for label, runs in study.runs.items() for run in runs}
     rows = [
-        (label, seed, by_seed[label, seed].client(k), 100 * rate, by_seed[label, seed].last["samples"].get(k))
+        (
+            label,
+            seed,
+            by_seed[label, seed].client(k),
+            measure.factor * rate,
+            by_seed[label, seed].last["samples"].get(k),
+        )
         for label, of in study.rates().items()
         for (seed, k), rate in of.items()
     ]
-    table = csv(("method", "seed", "client", "accuracy %", "test samples"), rows)
-    worst = {label: _worst(of) for label, of in study.rates().items()}
+    table = csv(("method", "seed", "client", measure.heading(), "test samples"), rows)
+    worst = {label: _worst(of, measure) for label, of in study.rates().items()}
     words = "Width: density of clients; box: quartiles; line: median; diamond: mean; triangle: mean of the worst 10 % of clients."
     tenth = f"{len(next(iter(rates.values()))):,} clients" + (f" of {study.seeds} seeds" if study.seeds > 1 else "")
     first = figure(
         "clients",
-        "Accuracy of the clients",
-        lambda width: violins(rates, worst, classes, width),
+        f"{measure.capital} of the clients",
+        lambda width: violins(rates, worst, classes, width, measure),
         table,
         f"{tenth}: {study.compared}. {words}",
     )
     explained = "The further right, the better; where a line leaves the ground is the worst client."
-    second = figure(
-        "cdf", "Share of clients up to an accuracy", lambda width: cumulative(rates, classes, width), table, explained
-    )
+    if measure.lower:
+        explained = "The further left, the better; where a line reaches the top is the worst client."
+    up_to = f"Share of clients up to {measure.indefinite}"
+    second = figure("cdf", up_to, lambda width: cumulative(rates, classes, width, measure), table, explained)
     return join([first, second])
 
 
 def listing(study: Study, label: str) -> Html:
     """Return one method's clients as a table, folded, for a page on which no verdict lists them."""
-    header = ("client", *(("seed",) if study.seeds > 1 else ()), "accuracy %", "test samples")
+    measure = study.tested_by
+    header = ("client", *(("seed",) if study.seeds > 1 else ()), measure.heading(), "test samples")
     by_seed = {run.seed: run for run in study.runs[label]}
     rows = []
     for (seed, k), rate in study.rates()[label].items():
         run, seeds = by_seed[seed], (seed,) if study.seeds > 1 else ()
-        rows.append((run.client(k), *seeds, f"{100 * rate:.1f}", run.last["samples"].get(k, "")))
+        rows.append((run.client(k), *seeds, measure.text(rate, 1), run.last["samples"].get(k, "")))
     head = tag("tr", *(tag("th", text, scope="col") for text in header))
     body = [tag("tr", *(tag("td", cell) for cell in row)) for row in rows[:LISTED]]
     table = tag("div", tag("table", tag("thead", head), tag("tbody", *body)), cls="scroll")
@@ -70,46 +79,56 @@ def listing(study: Study, label: str) -> Html:
     return tag("details", tag("summary", f"Every client with {label}{more}"), links, table, id="every-client")
 
 
-def _worst(rates: Mapping[Unit, float]) -> float:
-    """Return the mean over seeds of the worst tenth's mean, in per cent."""
+def _worst(rates: Mapping[Unit, float], measure: Measure) -> float:
+    """Return the mean over seeds of the worst tenth's mean, as it is shown."""
     by_seed: dict[int, list[float]] = {}
     for (seed, _), rate in rates.items():
         by_seed.setdefault(seed, []).append(rate)
-    return 100 * float(np.mean([worst_tenth(of) for of in by_seed.values()]))
+    return measure.factor * float(np.mean([worst_tenth(of, measure.lower) for of in by_seed.values()]))
 
 
-def density(values: Floats, at: Floats) -> Floats:
-    """Return the Gaussian kernel density by Silverman's rule, reflected at 0 and 100 %, where accuracies end."""
+def density(values: Floats, at: Floats, share: bool = True) -> Floats:
+    """Return the Gaussian kernel density by Silverman's rule; of a share reflected at 0 and 100 %, where it ends."""
     deviation = float(np.std(values))
     quartiles = float(np.subtract(*np.percentile(values, (75, 25)))) / 1.34
-    width = max(0.9 * min(deviation, quartiles or deviation) * len(values) ** -0.2, 0.6)
-    mirrored = np.concatenate([values, -values, 200 - values])
+    least = 0.6 if share else 0.01 * (float(np.ptp(values)) or 1.0)
+    width = max(0.9 * min(deviation, quartiles or deviation) * len(values) ** -0.2, least)
+    mirrored = np.concatenate([values, -values, 200 - values]) if share else values
     kernel = np.exp(-0.5 * ((at[:, None] - mirrored[None, :]) / width) ** 2)
     return np.asarray(kernel.sum(1) / (len(values) * width * math.sqrt(2 * math.pi)))
 
 
-def _range(rates: dict[str, Floats]) -> tuple[float, float]:
+def _range(rates: dict[str, Floats], share: bool = True) -> tuple[float, float]:
     least, most = min(float(of.min()) for of in rates.values()), max(float(of.max()) for of in rates.values())
+    if not share:
+        margin = 0.04 * (most - least or abs(most) or 1.0)
+        return least - margin, most + margin
     margin = max(1.0, 0.04 * (most - least))
     return max(0.0, least - margin), min(100.0, most + margin) if most < 100 else 100.0
 
 
-def violins(rates: dict[str, Floats], worst: dict[str, float], classes: Styles, width: int) -> Html:
+def violins(
+    rates: dict[str, Floats], worst: dict[str, float], classes: Styles, width: int, measure: Measure = ACCURACY
+) -> Html:
     """Draw a row for each method."""
     narrow = width <= NARROW
     letters = 14 if narrow else 24
     left = max(length(shortened(label, letters)) for label in rates) + 16
     height = 26 + ROW * len(rates) + 44
-    frame = Frame.of(width, int(height), _range(rates), (len(rates), 0.0), left=left, right=50, top=8, bottom=44)
-    parts = [frame.x_axis("test accuracy %, each client on its own data", grid=True)]
+    frame = Frame.of(
+        width, int(height), _range(rates, measure.share), (len(rates), 0.0), left=left, right=50, top=8, bottom=44
+    )
+    parts = [frame.x_axis(f"test {measure.heading()}, each client on its own data", grid=True)]
+    form, mark = (".1f", " %") if measure.share else (".4g", "")
+    reach = 3 if measure.share else 0.04 * (frame.x.high - frame.x.low)
     for row, (label, of) in enumerate(rates.items()):
         y = frame.y(row + 0.5)
         p25, median, p75 = np.percentile(of, (25, 50, 75))
         mean = float(of.mean())
-        tip = f"{label}: mean {mean:.1f} %, median {median:.1f}, quartiles {p25:.1f} to {p75:.1f}, "
-        tip += f"worst 10 % {worst[label]:.1f}, worst client {of.min():.1f}"
-        at = np.linspace(max(frame.x.low, of.min() - 3), min(frame.x.high, of.max() + 3), GRID)
-        heights = density(of, at)
+        tip = f"{label}: mean {mean:{form}}{mark}, median {median:{form}}, quartiles {p25:{form}} to {p75:{form}}, "
+        tip += f"worst 10 % {worst[label]:{form}}, worst client {of.max() if measure.lower else of.min():{form}}"
+        at = np.linspace(max(frame.x.low, of.min() - reach), min(frame.x.high, of.max() + reach), GRID)
+        heights = density(of, at, measure.share)
         heights = heights / heights.max() * 0.44 * ROW
         upper = [(frame.x(float(a)), y - float(h)) for a, h in zip(at, heights, strict=True)]
         lower = [(frame.x(float(a)), y + float(h)) for a, h in zip(at, heights, strict=True)]
@@ -147,20 +166,26 @@ def violins(rates: dict[str, Floats], worst: dict[str, float], classes: Styles, 
         )
         parts.append(tag("g", *marks, cls=f"row {classes[label]}", data_tip=tip))
         parts.append(tag("text", shortened(label, letters), x=left - 8, y=y + 4, text_anchor="end", cls="name ink"))
-        parts.append(tag("text", f"{mean:.1f}", x=frame.x.end + 8, y=y + 4, cls="value ink"))
-    return svg(width, height, "Accuracy of the clients", *parts)
+        parts.append(tag("text", f"{mean:{form}}", x=frame.x.end + 8, y=y + 4, cls="value ink"))
+    return svg(width, height, f"{measure.capital} of the clients", *parts)
 
 
-def cumulative(rates: dict[str, Floats], classes: Styles, width: int) -> Html:
-    """Draw the share of clients with at most each accuracy."""
+def cumulative(rates: dict[str, Floats], classes: Styles, width: int, measure: Measure = ACCURACY) -> Html:
+    """Draw the share of clients with at most each accuracy, or other number."""
     narrow = width <= NARROW
     named = coloured(classes)
     lines_of_names = math.ceil(len(named) / (2 if narrow else 5))
     top = 30 + 18 * lines_of_names
     frame = Frame.of(
-        width, (260 if narrow else 320) + 18 * lines_of_names, _range(rates), (0.0, 100.0), left=38, right=14, top=top
+        width,
+        (260 if narrow else 320) + 18 * lines_of_names,
+        _range(rates, measure.share),
+        (0.0, 100.0),
+        left=38,
+        right=14,
+        top=top,
     )
-    parts = [frame.y_axis("% of clients"), frame.x_axis("test accuracy %, each client on its own data")]
+    parts = [frame.y_axis("% of clients"), frame.x_axis(f"test {measure.heading()}, each client on its own data")]
     grey = [label for label in rates if label not in named]
     for label in [*grey, *reversed(named)]:
         ordered = np.sort(rates[label])
@@ -178,9 +203,9 @@ def cumulative(rates: dict[str, Floats], classes: Styles, width: int) -> Html:
     return svg(
         width,
         frame.height,
-        "Share of clients up to an accuracy",
+        f"Share of clients up to {measure.indefinite}",
         *parts,
         data_curves=frame.corners(),
-        data_x="%",
+        data_x=measure.mark,
         data_y="of clients",
     )

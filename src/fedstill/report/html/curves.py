@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ...core.metric import ACCURACY, Measure
 from ...run.evaluate import Evaluation
 from .markup import Html, csv, join, tag
 from .read import Result, Study
@@ -32,7 +33,7 @@ class Curve:
     """One method: mean and deviation over seeds at every scored round, and where that is on each axis."""
 
     rounds: Sequence[int]
-    mean: Sequence[float]  # per cent
+    mean: Sequence[float]  # as it is shown: a share in per cent
     deviation: Sequence[float] | None
     at: Mapping[str, Sequence[float]]
 
@@ -41,7 +42,8 @@ def curve(runs: Sequence[Result], contract: Evaluation = PERSONAL) -> Curve:
     """Return the curve of runs that differ in their seed, over the rounds that all have scored."""
     by_round = [dict(contract.by_round([*map(dict, run.history)])) for run in runs]
     rounds = sorted(set.intersection(*map(set, by_round)))
-    values = 100 * np.array([[of[t] for t in rounds] for of in by_round])
+    factor = contract.measure(runs[0].history).factor
+    values = factor * np.array([[of[t] for t in rounds] for of in by_round])
     at: dict[str, list[float]] = {"rounds": [float(t) for t in rounds]}
     for axis, key, size in (("megabytes", "bytes_total", 1e6), ("seconds", "seconds", 1.0)):
         sums = [np.cumsum([float(record.get(key, 0.0)) for record in run.history]) / size for run in runs]
@@ -63,6 +65,7 @@ def generic_of(study: Study) -> Evaluation:
 def curves(study: Study, classes: Styles) -> Html:
     """Return the figure."""
     contract = drawn(study)
+    measure = contract.measure([dict(study.first.last)])
     by_label = {
         label: curve(study.runs[label], contract) for label in study.labels if _has(study.runs[label], contract)
     }
@@ -77,8 +80,8 @@ def curves(study: Study, classes: Styles) -> Html:
         lines = {**by_label, GENERIC: curve(study.runs[study.best], generic_of(study))}
         classes = {**classes, GENERIC: "s1"}
     axes = [axis for axis in AXES if all(axis in line.at for line in lines.values())]
-    low, high, hidden = in_sight(lines, coloured(classes))
-    drawings = {axis: _drawing(lines, classes, axis, low, high) for axis in axes}
+    low, high, hidden = in_sight(lines, coloured(classes), measure)
+    drawings = {axis: _drawing(lines, classes, axis, low, high, measure) for axis in axes}
     band = "; band: ± standard deviation over seeds" if study.seeds > 1 else ""
     words = "Personal model, mean per client, on the clients' own test data"
     notes = [f"{words if contract == PERSONAL else f'Every round by itself: {_stated(contract)}'}{band}."]
@@ -88,8 +91,12 @@ def curves(study: Study, classes: Styles) -> Html:
         where = "on the common test set" if common else "on all clients' test samples, each counting alike"
         notes.append(f"Generic model: {where}.")
     if hidden:
-        below = f"{hidden} points of early rounds lie" if hidden > 1 else "1 point of an early round lies"
-        notes.append(f"The axis begins at {number(round(low, 1))} %; {below} below it.")
+        points = f"{hidden} points of early rounds lie" if hidden > 1 else "1 point of an early round lies"
+        if measure.lower:
+            notes.append(f"The axis ends at {high:.4g}; {points} above it.")
+        else:
+            edge = f"{number(round(low, 1))} %" if measure.share else f"{low:.4g}"
+            notes.append(f"The axis begins at {edge}; {points} below it.")
     grey = len(classes) - len(coloured(classes))
     if grey:
         notes.append(f"In colour: the best, the baselines and those asked for; grey: {grey} others (point at a line).")
@@ -104,8 +111,8 @@ def curves(study: Study, classes: Styles) -> Html:
         for label, line in lines.items()
         for i, t in enumerate(line.rounds)
     ]
-    table = csv(("method", "round", "accuracy %", "std over seeds", *axes[1:]), rows)
-    return panes("curves", "Accuracy as training goes on", drawings, table, " ".join(notes))
+    table = csv(("method", "round", measure.heading(), "std over seeds", *axes[1:]), rows)
+    return panes("curves", f"{measure.capital} as training goes on", drawings, table, " ".join(notes))
 
 
 def drawn(study: Study) -> Evaluation:
@@ -125,8 +132,17 @@ def _stated(contract: Evaluation) -> str:
     return str(contract).rpartition(", ")[0]
 
 
-def in_sight(lines: Mapping[str, Curve], chosen: Sequence[str]) -> tuple[float, float, int]:
-    """Return the axis of accuracy, which early rounds do not squeeze, and how many points of the chosen lie below it."""
+def in_sight(
+    lines: Mapping[str, Curve], chosen: Sequence[str], measure: Measure = ACCURACY
+) -> tuple[float, float, int]:
+    """Return the axis of accuracy, which early rounds do not squeeze, and how many points of the chosen lie beyond it.
+
+    They lie below it, of errors above it.
+    """
+    if measure.lower:
+        mirrored = {k: replace(line, mean=[-value for value in line.mean]) for k, line in lines.items()}
+        low, high, hidden = in_sight(mirrored, chosen, replace(measure, lower=False))
+        return -high, -low, hidden
     settled, everything = [], []
     for label in chosen:
         line = lines[label]
@@ -134,6 +150,12 @@ def in_sight(lines: Mapping[str, Curve], chosen: Sequence[str]) -> tuple[float, 
         below = line.deviation or [0.0] * len(line.mean)
         settled += [m - d for m, d in zip(line.mean[first:], below[first:], strict=True)]
         everything += [m + s * d for m, d in zip(line.mean, below, strict=True) for s in (-1, 1)]
+    if not measure.share:
+        high, low = max(everything), min(settled)
+        low = min(everything) if min(everything) >= low - 0.35 * (high - low) else low
+        margin = 0.06 * (high - low or abs(high) or 1.0)
+        low, high = low - margin, high + margin
+        return low, high, sum(value < low for label in chosen for value in lines[label].mean)
     high, low = min(100.0, max(everything)), max(0.0, min(settled))
     margin = 0.06 * max(high - low, 1.0)
     low = max(0.0, min(everything)) if min(everything) >= low - 0.35 * (high - low) else low
@@ -143,8 +165,10 @@ def in_sight(lines: Mapping[str, Curve], chosen: Sequence[str]) -> tuple[float, 
     return low, high, hidden
 
 
-def _drawing(lines: Mapping[str, Curve], classes: Styles, axis: str, low: float, high: float) -> Drawing:
-    return lambda width: draw(lines, classes, axis, (low, high), width)
+def _drawing(
+    lines: Mapping[str, Curve], classes: Styles, axis: str, low: float, high: float, measure: Measure
+) -> Drawing:
+    return lambda width: draw(lines, classes, axis, (low, high), width, measure.heading())
 
 
 def draw(
@@ -191,7 +215,7 @@ def draw(
     return svg(
         width,
         height,
-        f"Accuracy against {axis}",
+        f"{_named(unit)} against {axis}",
         tag("defs", frame.clip(clip)),
         frame.y_axis(unit),
         frame.x_axis(AXES[axis], whole=axis == "rounds"),
@@ -200,6 +224,11 @@ def draw(
         data_curves=frame.corners(),
         data_x=axis.removeprefix("simulated ").removesuffix("s").replace("megabyte", "MB"),
     )
+
+
+def _named(unit: str) -> str:
+    name = unit.removesuffix(" %")
+    return name[:1].upper() + name[1:]
 
 
 def _name(label: str, cls: str, end: tuple[float, float], y: float, frame: Frame, letters: int) -> Html:

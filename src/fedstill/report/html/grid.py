@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...core.metric import ACCURACY, Measure
 from .markup import Html, csv, tag
 from .read import Study
 from .svg import LETTER, NARROW, Frame, figure, number, path, shortened, svg
 
-Cell = tuple[float, float | None, str]  # mean and deviation in per cent, and the label
+Cell = tuple[float, float | None, str]  # mean and deviation as they are shown (shares in per cent), and the label
 
 
 def sweep(study: Study) -> Html | None:
@@ -25,29 +26,34 @@ def sweep(study: Study) -> Html | None:
         return None
     names = [name.removeprefix("method.") for name in varying]
     columns = list(varying.values())
-    cells = {}
+    cells, measure = {}, study.measure
     for i, label in enumerate(study.runs):
         stat = study.score(label)
         if stat is None:
             return None
         cells[tuple(column[i] for column in columns)] = (
-            100 * stat.value,
-            100 * stat.spread if stat.spread is not None and study.seeds > 1 else None,
+            measure.factor * stat.value,
+            measure.factor * stat.spread if stat.spread is not None and study.seeds > 1 else None,
             label,
         )
     if len(cells) < len(study.runs):
         return None
     rows = [(*key, mean, deviation) for key, (mean, deviation, _) in cells.items()]
-    table = csv((*names, "accuracy %", "std over seeds"), rows)
-    best = max(cells, key=lambda key: cells[key][0])
+    table = csv((*names, measure.heading(), "std over seeds"), rows)
+    best = max(cells, key=lambda key: measure.rank(cells[key][0]))
     words = ", ".join(f"{name} = {_word(value)}" for name, value in zip(names, best, strict=True))
     stated = str(study.contract)
     caption = f"{stated[0].upper()}{stated[1:]}{'; mean over seeds' if study.seeds > 1 else ''}. Best: {words}."
     if len(names) == 1:
         line = {key[0]: cell for key, cell in cells.items()}
-        return figure("sweep", f"Accuracy by {names[0]}", lambda width: _line(names[0], line, width), table, caption)
+        title = f"{measure.capital} by {names[0]}"
+        return figure("sweep", title, lambda width: _line(names[0], line, width, measure), table, caption)
     return figure(
-        "sweep", f"Accuracy by {names[0]} and {names[1]}", lambda width: heat(names, cells, width), table, caption
+        "sweep",
+        f"{measure.capital} by {names[0]} and {names[1]}",
+        lambda width: heat(names, cells, width, measure),
+        table,
+        caption,
     )
 
 
@@ -71,21 +77,22 @@ def _ordered(values: Sequence[Any]) -> list[Any]:
     return sorted(distinct) if all(isinstance(v, int | float) for v in distinct) else distinct
 
 
-def _line(name: str, cells: dict[Any, Cell], width: int) -> Html:
+def _line(name: str, cells: dict[Any, Cell], width: int, measure: Measure = ACCURACY) -> Html:
     """Draw the score of every value, evenly spaced, since values are often powers."""
     values = _ordered([*cells])
     low = min(mean - (deviation or 0.0) for mean, deviation, _ in cells.values())
     high = max(mean + (deviation or 0.0) for mean, deviation, _ in cells.values())
-    margin = max(0.3, 0.1 * (high - low))
-    height = 260 if width <= NARROW else 320
-    frame = Frame.of(
-        width, height, (-0.5, len(values) - 0.5), (max(0.0, low - margin), min(100.0, high + margin)), left=44, top=24
+    margin = max(0.3, 0.1 * (high - low)) if measure.share else 0.1 * (high - low or abs(high) or 1.0)
+    bottom, top = (
+        (max(0.0, low - margin), min(100.0, high + margin)) if measure.share else (low - margin, high + margin)
     )
-    parts = [frame.y_axis("accuracy %")]
+    height = 260 if width <= NARROW else 320
+    frame = Frame.of(width, height, (-0.5, len(values) - 0.5), (bottom, top), left=44, top=24)
+    parts = [frame.y_axis(measure.heading())]
     points = [(frame.x(i), frame.y(cells[value][0])) for i, value in enumerate(values)]
     if all(isinstance(value, int | float) for value in values):
         parts.append(tag("path", d=path(points), cls="line s0"))
-    best = max(values, key=lambda value: cells[value][0])
+    best = max(values, key=lambda value: measure.rank(cells[value][0]))
     for i, value in enumerate(values):
         mean, deviation, _ = cells[value]
         x = round(frame.x(i), 1)
@@ -101,7 +108,7 @@ def _line(name: str, cells: dict[Any, Cell], width: int) -> Html:
                     stroke_width=2,
                 )
             )
-        tip = f"{name} = {_word(value)}: {mean:.2f} %" + (f" ± {deviation:.2f}" if deviation is not None else "")
+        tip = f"{name} = {_word(value)}: {_number(mean, deviation, measure)}"
         parts.append(
             tag(
                 "circle",
@@ -117,11 +124,16 @@ def _line(name: str, cells: dict[Any, Cell], width: int) -> Html:
     parts.append(
         tag("text", name, x=(frame.x.start + frame.x.end) / 2, y=height - 6, text_anchor="middle", cls="label")
     )
-    return svg(width, height, f"Accuracy by {name}", *parts)
+    return svg(width, height, f"{measure.capital} by {name}", *parts)
 
 
-def heat(names: Sequence[str], cells: dict[Any, Cell], width: int) -> Html:
-    """Draw a cell for each pair of values: the higher the score, the stronger the colour."""
+def _number(mean: float, deviation: float | None, measure: Measure) -> str:
+    form, mark = (".2f", " %") if measure.share else (".4g", "")
+    return f"{mean:{form}}{mark}" + (f" ± {deviation:{form}}" if deviation is not None else "")
+
+
+def heat(names: Sequence[str], cells: dict[Any, Cell], width: int, measure: Measure = ACCURACY) -> Html:
+    """Draw a cell for each pair of values: the better the score, the stronger the colour."""
     down, across = _ordered([key[0] for key in cells]), _ordered([key[1] for key in cells])
     letters = max(len(_word(value)) for value in down)
     left = max(letters * LETTER + 14, 30)
@@ -138,11 +150,9 @@ def heat(names: Sequence[str], cells: dict[Any, Cell], width: int) -> Html:
             if (a, b) not in cells:
                 continue
             mean, deviation, _ = cells[a, b]
-            strength = (mean - low) / span
+            strength = (low + span - mean if measure.lower else mean - low) / span
             x = round(left + step * j, 1)
-            tip = f"{names[0]} = {_word(a)}, {names[1]} = {_word(b)}: {mean:.2f} %" + (
-                f" ± {deviation:.2f}" if deviation is not None else ""
-            )
+            tip = f"{names[0]} = {_word(a)}, {names[1]} = {_word(b)}: {_number(mean, deviation, measure)}"
             box = tag(
                 "rect",
                 x=x + 1,
@@ -156,7 +166,7 @@ def heat(names: Sequence[str], cells: dict[Any, Cell], width: int) -> Html:
             ink = "on-heat" if strength > 0.5 else "ink"
             text = tag(
                 "text",
-                f"{mean:.1f}",
+                f"{mean:.1f}" if measure.share else f"{mean:.3g}",
                 x=round(x + step / 2, 1),
                 y=round(y + row / 2 + 4, 1),
                 text_anchor="middle",
@@ -175,5 +185,8 @@ def heat(names: Sequence[str], cells: dict[Any, Cell], width: int) -> Html:
             )
         )
     scale = f"{number(round(low, 1))} % (pale) to {number(round(max(means), 1))} % (strong)"
+    if not measure.share:
+        pale, strong = (max(means), low) if measure.lower else (low, max(means))
+        scale = f"{pale:.4g} (pale) to {strong:.4g} (strong)"
     parts.append(tag("text", scale, x=left, y=base + 22))
-    return svg(width, base + 30, f"Accuracy by {names[0]} and {names[1]}", *parts)
+    return svg(width, base + 30, f"{measure.capital} by {names[0]} and {names[1]}", *parts)

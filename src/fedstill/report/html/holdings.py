@@ -16,7 +16,7 @@ ON_A_PHONE = 40  # clients
 def holdings(run: Result) -> Html | None:
     """Return the figure for a run's data; None where its folder does not say who has what."""
     counts = {} if run.answers is None else dict(run.answers.classes)
-    if not counts:
+    if not counts or run.last.get("objective") == "regression":  # samples of no class
         return None
     classes = len(next(iter(counts.values())))
     names = run.partition.get("labels")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...core.errors import InputError
+from ...core.metric import ACCURACY, Measure, measure_of
 from ...core.reading import Unreadable, read_json, read_toml
 from ...run.journal import EXPERIMENT, Journal
 from ...run.lock import LOCK
@@ -57,8 +58,13 @@ class Progress:
 
     @property
     def accuracy(self) -> float | None:
-        """The personal accuracy of the last round that was scored."""
+        """The personal accuracy (or error) of the last round that was scored."""
         return next((float(record["personal"]) for record in reversed(self.records) if "personal" in record), None)
+
+    @property
+    def measure(self) -> Measure:
+        """What that number is."""
+        return measure_of("", next((record for record in reversed(self.records) if "personal" in record), None))
 
     @property
     def pace(self) -> float | None:
@@ -181,7 +187,14 @@ def left(runs: Sequence[Progress]) -> float | None:
 
 def _table(runs: Sequence[Progress], working: bool) -> Html:
     several = len({run.seed for run in runs}) > 1
-    heads = ["run", *(["seed"] if several else []), "rounds", "", "personal %", "left"]
+    heads = [
+        "run",
+        *(["seed"] if several else []),
+        "rounds",
+        "",
+        next((run.measure for run in runs if run.accuracy is not None), ACCURACY).heading("personal"),
+        "left",
+    ]
     rows = []
     for run in runs:
         pace = run.pace
@@ -193,7 +206,7 @@ def _table(runs: Sequence[Progress], working: bool) -> Html:
         bar = tag(
             "progress", value=run.done, max=run.rounds, aria_label=f"{run.label}: {run.done} of {run.rounds} rounds"
         )
-        score = "–" if run.accuracy is None else f"{100 * run.accuracy:.2f}"
+        score = "–" if run.accuracy is None else run.measure.text(run.accuracy)
         cells = [run.label, *([run.seed] if several else []), f"{run.done}/{run.rounds}", bar, score, rest]
         rows.append(tag("tr", *(tag("td", cell) for cell in cells)))
     head = tag("thead", tag("tr", *(tag("th", head, scope="col") for head in heads)))

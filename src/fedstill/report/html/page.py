@@ -62,6 +62,7 @@ def render(study: Study, method: str = "") -> str:
             "Clients",
             [clients.clients(study, classes), None if found else clients.listing(study, method or study.best), data],
         ),
+        ("classes", "By class", [table.html() for table in results.by_class(study)]),
         ("time", "Simulated time", gantts),
         ("cost", "Costs", [results.costs(study).html()]),
         ("made", "How it was made", [_made(study)]),

@@ -13,6 +13,7 @@ import numpy as np
 
 from ...core import own
 from ...core.errors import InputError
+from ...core.metric import Measure
 from ...core.reading import Unreadable, read_json, read_toml
 from ...core.settings import build
 from ...run.answers import Answers
@@ -97,7 +98,7 @@ class Result:
     @cached_property
     def contract(self) -> Evaluation:
         """The evaluation contract that its settings state."""
-        names = ("model", "clients", "mean", "round")
+        names = ("model", "clients", "mean", "round", "metric")
         stated = {name: self.settings[f"score_{name}"] for name in names if f"score_{name}" in self.settings}
         return build(Evaluation, stated)
 
@@ -149,7 +150,8 @@ class Study:
     def labels(self) -> list[str]:
         """The labels, best score first; those that have none by the contract come last."""
         scores = {label: self.score(label) for label in self.runs}
-        return sorted(self.runs, key=lambda label: math.inf if (stat := scores[label]) is None else -stat.value)
+        rank = self.measure.rank
+        return sorted(self.runs, key=lambda label: math.inf if (stat := scores[label]) is None else -rank(stat.value))
 
     @cached_property
     def contract(self) -> Evaluation:
@@ -165,6 +167,24 @@ class Study:
         runs = [run for of in self.runs.values() for run in of]
         alike = all(self.contract.of_clients(run.records) is not None for run in runs)
         return self.contract if alike else Evaluation()
+
+    @cached_property
+    def measure(self) -> Measure:
+        """What the contract's number is."""
+        return self._measure(self.contract)
+
+    @cached_property
+    def plain(self) -> Measure:
+        """What the runs' usual number is."""
+        return self._measure(Evaluation())
+
+    @cached_property
+    def tested_by(self) -> Measure:
+        """What is compared client by client."""
+        return self._measure(self.tested)
+
+    def _measure(self, contract: Evaluation) -> Measure:
+        return contract.measure([dict(run.last) for runs in self.runs.values() for run in runs])
 
     @property
     def best(self) -> str:
@@ -216,7 +236,7 @@ class Study:
         """What is compared between methods, client by client."""
         rounds = {"last": "after the last round", "mean10": "mean of the last 10 scored rounds"}
         best = f"in the {str(self.tested).rpartition(', ')[2]}"
-        return f"each client's accuracy with its {self.tested.model} model, {rounds.get(self.tested.round, best)}"
+        return f"each client's {self.tested_by.title} with its {self.tested.model} model, {rounds.get(self.tested.round, best)}"
 
     def _of_clients(self, run: Result) -> Mapping[str, float]:
         return self.tested.of_clients(run.records) or {}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ... import scores
+from ...core.metric import Measure, measure_of, metrics_in
 from ...run.evaluate import Evaluation
 from ..costs import NONE, scaled
 from ..significance import Differences
-from ..text import GENERIC, Stat, stopped_line
+from ..text import GENERIC, Stat, measured, stat_of, stopped_line
 from ..verdict import Verdict, counts
 from .read import Study
 from .tables import Column, Table
@@ -19,29 +20,42 @@ ALIKE = "†"  # not shown to differ from the best
 def results(study: Study, tested: Differences | None, found: Mapping[str, list[Verdict]]) -> Table:
     """Return the table of results."""
     labels, best, default = study.labels, study.best, study.contract == Evaluation()
+    plain, measure, by = study.plain, study.measure, study.tested_by
     alike = [label for label in labels if tested and label != best and not tested.between(best, label).significant]
     names = [f"{label} {ALIKE}" if label in alike else label for label in labels]
     columns = [
         Column(rows_are(study), names, left=True),
-        *([] if default else [Column("score %", [_percent(study.score(label)) for label in labels])]),
-        Column("personal %", [study.personal(label).percent() for label in labels]),
+        *(
+            []
+            if default
+            else [Column(measure.heading("score"), [_text(study.score(label), measure) for label in labels])]
+        ),
+        Column(plain.heading("personal"), [study.personal(label).text(plain) for label in labels]),
     ]
     if tested:
-        gaps = [NONE if label == best else f"{-100 * tested.between(best, label).gain:+.2f}" for label in labels]
-        columns.append(Column("vs best (points)", [gap.replace("-", "−") for gap in gaps]))
+        form = "+.2f" if by.share else "+.4g"
+        gaps = [NONE if k == best else f"{-by.factor * tested.between(best, k).gain:{form}}" for k in labels]
+        columns.append(Column(f"vs best ({by.points})", [gap.replace("-", "−") for gap in gaps]))
         columns.append(Column("p", [NONE if label == best else _p(tested.between(best, label).p) for label in labels]))
-    for name, heading in (("personal_worst", "worst 10 %"), ("personal_sample", "per sample %")):
-        columns.append(Column(heading, [_percent(study.mean(label, name)) for label in labels]))
+    for name, heading in (("personal_worst", "worst 10 %"), ("personal_sample", plain.heading("per sample"))):
+        columns.append(Column(heading, [_text(study.mean(label, name), plain) for label in labels]))
     generic = {label: next((name for name in GENERIC if study.mean(label, name)), None) for label in labels}
     if any(generic.values()):
         columns.append(
-            Column("generic %", [_percent(study.mean(k, name) if name else None) for k, name in generic.items()])
+            Column(
+                plain.heading("generic"),
+                [_text(study.mean(k, name) if name else None, plain) for k, name in generic.items()],
+            )
         )
     headings = scores.headings()
     further = {name: [study.mean(label, name) for label in labels] for name in headings}
     columns += [
-        Column(headings[name], [_percent(stat) for stat in stats]) for name, stats in further.items() if any(stats)
+        Column(headings[name].replace("%", plain.mark), [_text(stat, plain) for stat in stats])
+        for name, stats in further.items()
+        if any(stats)
     ]
+    asked, asked_notes = _metrics(study)
+    columns += asked
     if any("epsilon" in run.history[-1] for runs in study.runs.values() for run in runs):
         columns.append(Column("ε", [_epsilon(study, label) for label in labels]))
     if found:
@@ -51,10 +65,10 @@ def results(study: Study, tested: Differences | None, found: Mapping[str, list[V
         columns.append(Column("stay local", [NONE if c is None else str(c["stay local"]) for c in cells]))
     if len({len(runs) for runs in study.runs.values()}) > 1:
         columns.append(Column("seeds", [str(len(study.runs[label])) for label in labels]))
-    notes: list[object] = [] if default else [f"score %: {study.contract}"]
-    notes += [
-        f"personal %: {Evaluation()}; ± standard deviation over {'seeds (n − 1)' if study.seeds > 1 else 'clients'}"
-    ]
+    notes: list[object] = [] if default else [f"{measure.heading('score')}: {study.contract}"]
+    over = "seeds (n − 1)" if study.seeds > 1 else "clients"
+    said = measured([study.first.last])
+    notes += [f"{plain.heading('personal')}: {said}{Evaluation()}; ± standard deviation over {over}"]
     notes += _stopped(study)
     if tested:
         if len({difference.units for difference in tested.pairs.values()}) > 1:
@@ -63,10 +77,13 @@ def results(study: Study, tested: Differences | None, found: Mapping[str, list[V
             f"vs best, p and {ALIKE}: {study.compared}; {tested.words()}. {ALIKE} not shown to differ from {best}."
         )
     notes.append("worst 10 %: mean of the worst tenth of clients")
-    notes += [f"generic %: {GENERIC[name]}" for name in dict.fromkeys(generic.values()) if name]
+    notes += [f"{plain.heading('generic')}: {GENERIC[name]}" for name in dict.fromkeys(generic.values()) if name]
     notes += [
-        f"{headings[name]}: {study.notes[name]}" for name in further if any(further[name]) and name in study.notes
+        f"{headings[name].replace('%', plain.mark)}: {study.notes[name]}"
+        for name in further
+        if any(further[name]) and name in study.notes
     ]
+    notes += asked_notes
     served = [label for label in labels if study.runs[label][0].generic_only]
     if served:
         whose = "all" if len(served) == len(labels) else ", ".join(served)
@@ -113,8 +130,53 @@ def costs(study: Study) -> Table:
     return Table("costs", "What it cost", columns, notes=notes)
 
 
-def _percent(stat: Stat | None) -> str:
-    return NONE if stat is None else stat.percent()
+def _metrics(study: Study) -> tuple[list[Column], list[str]]:
+    """Return the columns of the metrics beside the usual number, and what they are."""
+    columns: list[Column] = []
+    notes: list[str] = []
+    last = study.first.last
+    for name in metrics_in(last):
+        measure = measure_of(name, last)
+        kinds = {f"personal_{name}": "", f"personal_{name}_pooled": "pooled ", f"generic_{name}": "generic "}
+        for entry, kind in kinds.items():
+            stats = [study.mean(label, entry) for label in study.labels]
+            if any(stats):
+                columns.append(Column(f"{kind}{measure.heading()}", [_text(stat, measure) for stat in stats]))
+        left = [int(run.last.get(f"personal_{name}_left_out", 0)) for runs in study.runs.values() for run in runs]
+        less = "; less is better" if measure.lower else ""
+        without = f"; not defined for up to {max(left)} clients, who are left out" if any(left) else ""
+        notes.append(
+            f"{measure.heading()}: personal model, mean per client; pooled and generic: all clients' predictions "
+            f"together{less}{without}"
+        )
+    return columns, notes
+
+
+def by_class(study: Study) -> list[Table]:
+    """Return a table for each metric that is a mean over classes, with a row for each class and a column for each method."""
+    tables = []
+    for name in metrics_in(study.first.last):
+        measure = measure_of(name, study.first.last)
+        entry = f"personal_{name}_by_class"
+        found = {label: [run.last.get(entry, {}) for run in study.runs[label]] for label in study.labels}
+        classes = list(dict.fromkeys(c for runs in found.values() for of in runs for c in of))
+        if not classes:
+            continue
+
+        def cell(runs: Sequence[Mapping[str, float]], c: str, measure: Measure = measure) -> str:
+            known = [float(of[c]) for of in runs if c in of]
+            return _text(stat_of(known), measure) if known else NONE
+
+        columns = [Column("class", classes, left=True)]
+        columns += [Column(label, [cell(runs, c) for c in classes]) for label, runs in found.items()]
+        title = f"{measure.title.removeprefix('macro ')[:1].upper()}{measure.title.removeprefix('macro ')[1:]} by class"
+        notes = ["personal models, all clients' predictions together" + ("; per cent" if measure.share else "")]
+        tables.append(Table(f"by-class-{name}", title, columns, notes=notes))
+    return tables
+
+
+def _text(stat: Stat | None, measure: Measure) -> str:
+    return NONE if stat is None else stat.text(measure)
 
 
 def _stopped(study: Study) -> list[str]:

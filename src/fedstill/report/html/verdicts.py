@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..verdict import LEVEL, Side, Verdict, counts, verdict
+from ...core.metric import Measure
+from ..verdict import LEVEL, Side, Verdict, counts, verdict, verdict_of_scores
 from .markup import Html, csv, download, join, tag
 from .read import Study
 from .svg import LETTER, NARROW, Frame, figure, length, number, shortened, svg
@@ -35,7 +36,10 @@ def verdicts(study: Study, label: str) -> list[Verdict]:
             if k in base.last["personal_clients"] and base.last["samples"].get(k) == tests[k]:
                 bits = answers[0].get(int(k)), answers[1].get(int(k))
                 rates = float(base.last["personal_clients"][k]), float(rate)
-                found.append(verdict(run.client(k), run.seed, int(tests[k]), rates, bits))
+                if "objective" not in run.last:
+                    found.append(verdict(run.client(k), run.seed, int(tests[k]), rates, bits))
+                elif (one := verdict_of_scores(run.client(k), run.seed, rates, bits, study.plain)) is not None:
+                    found.append(one)
     return found
 
 
@@ -48,12 +52,14 @@ def all_verdicts(study: Study) -> dict[str, list[Verdict]]:
 def section(study: Study, found: Mapping[str, list[Verdict]], label: str) -> Html:
     """Return the figures and the table; `label` is the method whose clients are shown one by one."""
     rows = [(method, *_cells(one, study.seeds > 1)) for method, of in found.items() for one in of]
-    header = ("method", *_header(study.seeds > 1))
+    header = ("method", *_header(study.seeds > 1, study.plain))
     table = csv(header, rows)
     of = sorted(found[label], key=lambda one: (-one.gain, one.client))
     paired = all(one.paired for one in of)
     how = (
         "Tango's score interval for paired proportions, from the same test samples under both models"
+        if paired and "objective" not in study.first.last
+        else "Student's interval of the mean difference, from the same test samples under both models"
         if paired
         else "Newcombe's interval from two accuracies, since it is not known for all clients which samples were right"
     )
@@ -73,8 +79,8 @@ def section(study: Study, found: Mapping[str, list[Verdict]], label: str) -> Htm
         "gains",
         f"Gain of every client from {label}",
         lambda width: gains(of[:SHOWN], width),
-        csv(_header(study.seeds > 1), [_cells(one, study.seeds > 1) for one in of]),
-        f"Accuracy of the model that {label} gives a client minus that of its model trained alone, in points, best first; bars: "
+        csv(_header(study.seeds > 1, study.plain), [_cells(one, study.seeds > 1) for one in of]),
+        f"{_compared(study.plain, label)}, best first; bars: "
         f"{100 * LEVEL:g} % interval ({how}). "
         "The interval is about these two models on other samples of the client, not about another training.",
     )
@@ -83,35 +89,51 @@ def section(study: Study, found: Mapping[str, list[Verdict]], label: str) -> Htm
 
 def listing(of: Sequence[Verdict], label: str, several_seeds: bool) -> Html:
     """Return the table of one method's verdicts, folded."""
-    header = tag("tr", *(tag("th", text, cls="" if i else "first") for i, text in enumerate(_header(several_seeds))))
+    header = tag(
+        "tr",
+        *(tag("th", text, cls="" if i else "first") for i, text in enumerate(_header(several_seeds, of[0].measure))),
+    )
     rows = [
         tag(
             "tr",
-            *(tag("td", _shown(cell), cls="" if i else "first") for i, cell in enumerate(_cells(one, several_seeds))),
+            *(
+                tag("td", _shown(cell, one.measure.share), cls="" if i else "first")
+                for i, cell in enumerate(_cells(one, several_seeds))
+            ),
             cls=SIDES[one.side][0],
         )
         for one in of[:LISTED]
     ]
     table = tag("div", tag("table", tag("thead", header), tag("tbody", *rows)), cls="scroll")
-    text = csv(_header(several_seeds), [_cells(one, several_seeds) for one in of])
+    text = csv(_header(several_seeds, of[0].measure), [_cells(one, several_seeds) for one in of])
     links = tag("div", download("CSV", text, "clients.csv"), cls="gets")
     more = f" (the first {LISTED:,} of {len(of):,})" if len(of) > LISTED else ""
     return tag("details", tag("summary", f"Every client's verdict on {label}{more}"), links, table, id="every-client")
 
 
-def _header(several_seeds: bool) -> tuple[str, ...]:
+def _compared(measure: Measure, label: str) -> str:
+    if measure.lower:
+        return f"{measure.title} of a client's model trained alone minus that of the model that {label} gives it"
+    unit = ", in points" if measure.share else ""
+    return f"{measure.capital} of the model that {label} gives a client minus that of its model trained alone{unit}"
+
+
+def _header(several_seeds: bool, measure: Measure) -> tuple[str, ...]:
     seed = ("seed",) if several_seeds else ()
-    return ("client", *seed, "verdict", "gain (points)", "from", "to", "local %", "federated %", "test samples")
+    rates = (measure.heading("local"), measure.heading("federated"))
+    return ("client", *seed, "verdict", f"gain ({measure.points})", "from", "to", *rates, "test samples")
 
 
 def _cells(one: Verdict, several_seeds: bool) -> tuple[object, ...]:
     seed = (one.seed,) if several_seeds else ()
-    numbers = [100 * value for value in (one.gain, one.low, one.high, one.local, one.federated)]
+    numbers = [one.measure.factor * value for value in (one.gain, one.low, one.high, one.local, one.federated)]
     return (one.client, *seed, one.side, *numbers, one.tests)
 
 
-def _shown(cell: object) -> str:
-    return f"{cell:.1f}" if isinstance(cell, float) else str(cell)
+def _shown(cell: object, share: bool) -> str:
+    if not isinstance(cell, float):
+        return str(cell)
+    return f"{cell:.1f}" if share else f"{cell:.4g}"
 
 
 def bars(found: Mapping[str, list[Verdict]], width: int) -> Html:
@@ -166,19 +188,21 @@ def bars(found: Mapping[str, list[Verdict]], width: int) -> Html:
 
 def _tip(one: Verdict, several_seeds: bool) -> str:
     who = f"client {one.client}{f', seed {one.seed}' if several_seeds else ''}"
-    interval = f"{100 * one.gain:+.1f} points, {100 * one.low:+.1f} to {100 * one.high:+.1f}"
-    rates = f"alone {100 * one.local:.1f} %, federated {100 * one.federated:.1f} %"
+    k, form = one.measure.factor, "+.1f" if one.measure.share else "+.4g"
+    interval = f"{k * one.gain:{form}} {one.measure.points}, {k * one.low:{form}} to {k * one.high:{form}}"
+    rates = f"alone {one.measure.words(one.local, 1)}, federated {one.measure.words(one.federated, 1)}"
     return f"{who}: {one.side}; {interval}; {rates}; {one.tests} test samples"
 
 
 def gains(of: Sequence[Verdict], width: int) -> Html:
     """Draw every client's gain with its interval, in the order given."""
     several = len({one.seed for one in of}) > 1
-    low, high = min(100 * one.low for one in of), max(100 * one.high for one in of)
+    k, points = of[0].measure.factor, of[0].measure.points
+    low, high = min(k * one.low for one in of), max(k * one.high for one in of)
     margin = 0.04 * (high - low)
     height = 260 if width <= NARROW else 340
     frame = Frame.of(width, height, (-0.5, len(of) - 0.5), (low - margin, high + margin), left=40, top=24, bottom=26)
-    parts = [frame.y_axis("points")]
+    parts = [frame.y_axis(points)]
     zero = frame.y(0.0)
     step = (frame.x.end - frame.x.start) / len(of)
     radius = max(1.2, min(4.0, 0.36 * step))
@@ -189,12 +213,12 @@ def gains(of: Sequence[Verdict], width: int) -> Html:
             "line",
             x1=x,
             x2=x,
-            y1=round(frame.y(100 * one.high), 1),
-            y2=round(frame.y(100 * one.low), 1),
+            y1=round(frame.y(k * one.high), 1),
+            y2=round(frame.y(k * one.low), 1),
             cls="whisker",
             stroke_width=round(max(0.6, min(2.0, 0.3 * step)), 2),
         )
-        dot = tag("circle", cx=x, cy=round(frame.y(100 * one.gain), 1), r=round(radius, 2))
+        dot = tag("circle", cx=x, cy=round(frame.y(k * one.gain), 1), r=round(radius, 2))
         parts.append(tag("g", bar, dot, cls=f"client {SIDES[one.side][0]}", data_tip=tip))
     parts.append(tag("line", x1=frame.x.start, x2=frame.x.end, y1=zero, y2=zero, cls="zero"))
     parts.append(
