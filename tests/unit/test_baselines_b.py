@@ -521,13 +521,17 @@ def test_generated_features_leave_batchnorms_statistics_alone() -> None:
 def test_personal_is_at_home(engine: str) -> None:
     """`personal` has the client's own training data, wherever it is called from."""
     seen: set[int] = set()
+    data = ragged()
 
     class Looks(fs.FedAvg):
         scores = ("personal",)
 
         def personal(self, task, down, memory):
             site = task.here()
-            assert len(site.index) == len(site.y) == int(site.samples)
+            assert len(site.index) == int(site.samples)
+            own = [client for client in data.clients if len(client.y_train) == int(site.samples)]
+            assert any(torch.equal(site.y[site.index], client.y_train) for client in own)
+            assert any(torch.equal(site.x[site.index], client.x_train.double()) for client in own)
             seen.add(int(site.samples))
             return down["params"]
 

@@ -9,12 +9,20 @@ import pytest
 import fedstill as fs
 from fedstill.core import settings
 from fedstill.core.protection import Acceptance, Privacy, Robustness
-from fedstill.core.training import FederationSettings, FurtherScores, LocalTraining, Machine, ServerOptimizer, Timing
+from fedstill.core.training import (
+    Adapters,
+    FederationSettings,
+    FurtherScores,
+    LocalTraining,
+    Machine,
+    ServerOptimizer,
+    Timing,
+)
 
 from ..problems import identical, run, states
 
 GROUPS = (
-    FederationSettings, LocalTraining, ServerOptimizer, Machine, Timing, FurtherScores, Acceptance, Robustness, Privacy
+    FederationSettings, LocalTraining, Adapters, ServerOptimizer, Machine, Timing, FurtherScores, Acceptance, Robustness, Privacy
 )  # fmt: skip
 SLOW = {"profile": "lognormal:0.9", "rounds": 6}
 FEDBUFF, FEDASYNC = {**SLOW, "mode": "fedbuff"}, {**SLOW, "mode": "fedasync"}
