@@ -256,9 +256,20 @@ def test_a_metric_of_ones_own() -> None:
         fs.simulate(fs.FedAvg(), model=torch.nn.Linear(3, 2), data=fed, rounds=1, metrics=[broken], engine="one")
 
 
+def f1(y: np.ndarray, p: np.ndarray) -> float:
+    return 0.0
+
+
 @pytest.mark.parametrize(
     ("metrics", "says"),
-    [(["aurok"], r"'auroc'\?"), (["rmse"], "one that classification has"), ("mae", "one that classification has")],
+    [
+        (["aurok"], r"'auroc'\?"),
+        (["rmse"], "one that classification has"),
+        ("mae", "one that classification has"),
+        ([f1], "a name of its own"),
+        ([shrug, shrug], "different names"),
+        ([lambda y, p: 0.0], "a name of its own"),
+    ],
 )
 def test_metrics_are_refused_in_one_line(metrics: list[str], says: str) -> None:
     fed = fs.Federation.from_arrays([(np.ones((2, 3)), [0, 1], np.ones((1, 3)), [0])])

@@ -19,6 +19,7 @@ from fedstill.core.batch import Batch
 from fedstill.core.errors import InputError
 from fedstill.core.objective import IGNORED
 from fedstill.data import targets
+from fedstill.report import robustness
 from fedstill.run.evaluate import Evaluation
 
 from ..problems import EAGER, distance, ragged, run, states
@@ -232,6 +233,19 @@ def test_forgetting_is_an_error_that_grows() -> None:
     gaps = [second["downloaded_clients"][k] - first["trained_clients"][k] for k in ("0", "1")]
     assert second["forgetting"] == pytest.approx(np.mean(gaps))
     assert np.mean(gaps) > 0  # the mean of the two serves them worse
+
+
+def test_attacked_and_defended_errors_stand_as_errors() -> None:
+    fed = federation(*(np.linspace(0.5, 2.25, 8) for _ in range(4)))
+    how = {"model": lambda: torch.nn.Linear(2, 1), "data": fed, "rounds": 2, "lr": 0.1, "engine": "one"}
+    attacked = {"attack": "sign-flip", "attackers": 0.25}
+    done = [fs.simulate(fs.FedAvg(), **how), fs.simulate(fs.FedAvg(), **how, **attacked)]
+    (_, names), clean, bad = robustness.columns(done)
+    assert names == ["fedavg, generic"]
+    assert (clean[0], bad[0]) == ("clean, mean MAE", "sign-flip, mean MAE")
+    assert [float(cells[0]) for _, cells in (clean, bad)] == pytest.approx(
+        [done[0].score(model="generic", mean="sample"), done[1].score(model="generic", mean="sample")], abs=1e-4
+    )
 
 
 def test_votes_are_averages_of_the_values() -> None:

@@ -25,6 +25,7 @@ from .statistics import Family, Statistics
 from .tree import Tree
 
 ONE_LABEL, LABELS = ("classification", "tokens"), ("classification", "multilabel", "tokens")
+LISTED = 200  # classes up to which numbers by class are kept
 MOST = 20  # metrics of a run: what a client reports stays a short list of numbers
 Function = Callable[[Any, Any], Any]  # (targets, predictions) → number
 
@@ -224,6 +225,10 @@ class Measures:
         """Return the metrics with these names, or the objective's usual ones; refuse those that it does not have."""
         found = []
         known = {name: metric for name, metric in METRICS.items() if objective.name in metric.objectives}
+        for name in functions or ():
+            if short(name) in METRICS or not short(name).isidentifier():
+                right = "a function with a name of its own, and none of a metric that comes with fedstill"
+                raise InputError("metrics", short(name), right)
         for name in dict.fromkeys(names or objective.beside):
             metric = own(short(name), functions[name]) if functions and name in functions else known.get(name)
             if metric is None or objective.name not in metric.objectives:
@@ -255,8 +260,8 @@ class Measures:
 
     def by_class(self, of: Tree) -> dict[str, dict[str, float]]:
         """Return by metric that is a mean over classes each class's number, where it is defined."""
-        found = {}
-        for metric in self.metrics:
+        found: dict[str, dict[str, float]] = {}
+        for metric in self.metrics if self.objective.size <= LISTED else ():
             if metric.by_class is not None and metric.family.name in of and not metric.name.endswith("_weighted"):
                 numbers = metric.by_class(of[metric.family.name]).tolist()
                 first = 1 if self.objective.name == "classification" and len(numbers) == 1 else 0  # of two the second

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core.metric import Measure, measure_of
 from ..run.result import Run
 from ..server.attack import STRENGTH
 from .costs import NONE
@@ -71,7 +72,7 @@ def columns(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 def columns_of(cases: Sequence[Case]) -> list[tuple[str, list[str]]]:
     """Return the table's columns: a heading and a text for each row."""
-    keys = list(dict.fromkeys(case.key for case in cases))
+    keys, measure = list(dict.fromkeys(case.key for case in cases)), measure_of("", cases[0].record)
     keys.sort(key=lambda key: (key[0] != "none", key[1] != "mean"))
     honest = {
         case.seed: set(case.record["personal_clients"]) for case in cases if case.attackers
@@ -84,26 +85,26 @@ def columns_of(cases: Sequence[Case]) -> list[tuple[str, list[str]]]:
         for model in (name for name in MODELS if name in own):
             rows.append(f"{method}, {model}")
             for key, group in groups.items():
-                cells[key].append(_percent([accuracy(case.record, model, honest[case.seed]) for case in group]))
+                cells[key].append(_text([score(case.record, model, honest[case.seed]) for case in group], measure))
         for model, name in (("generic", "backdoor_generic"), ("personal", "backdoor")):
             if model in own and any(name in case.after for group in groups.values() for case in group):
                 rows.append(f"{method}, backdoor in {model}")
                 for key, group in groups.items():
-                    cells[key].append(_percent([case.after[name] for case in group if name in case.after]))
-    return [("method, model", rows), *((_heading(key), texts) for key, texts in cells.items())]
+                    cells[key].append(_text([case.after[name] for case in group if name in case.after], measure))
+    return [("method, model", rows), *((_heading(key, measure), texts) for key, texts in cells.items())]
 
 
-def _heading(key: Key) -> str:
+def _heading(key: Key, measure: Measure) -> str:
     attack, rule = key
-    return f"{'clean' if attack == 'none' else attack}, {rule} %"
+    return measure.heading(f"{'clean' if attack == 'none' else attack}, {rule}")
 
 
-def _percent(values: Sequence[float]) -> str:
-    return stat_of(values).text() if values else NONE
+def _text(values: Sequence[float], measure: Measure) -> str:
+    return stat_of(values).text(measure) if values else NONE
 
 
-def accuracy(record: Mapping[str, Any], model: str, clients: set[str]) -> float:
-    """Return a model's accuracy on some clients' tests, from a record."""
+def score(record: Mapping[str, Any], model: str, clients: set[str]) -> float:
+    """Return a model's accuracy (or error) on some clients' tests, from a record."""
     rates: Mapping[str, float] = record[f"{model}_clients"]
     of = [k for k in rates if k in clients]
     weights = [record["samples"][k] if model == "generic" else 1 for k in of]
@@ -121,7 +122,7 @@ def notes_of(cases: Sequence[Case]) -> list[str]:
     number, others = one.attackers, len(one.record["personal_clients"])
     who = f"{number} of {number + others} clients attack ({one.attack}, strength {one.strength or 'z_max'})"
     lines = [
-        f"{who}; accuracies are those of the other {others}, in the clean run too",
+        f"{who}; numbers are those of the other {others}, in the clean run too",
         "generic: per test sample, personal: mean per client, both of the last round",
     ]
     if one.attack == "backdoor":

@@ -61,6 +61,8 @@ def simulate(
     asked = [metrics] if isinstance(metrics, str) or callable(metrics) else metrics
     own = {getattr(metric, "__name__", "own"): metric for metric in asked if callable(metric)}
     names = [metric if isinstance(metric, str) else getattr(metric, "__name__", "own") for metric in asked]
+    if len(own) < sum(map(callable, asked)):
+        raise InputError("metrics", ",".join(names), "functions with different names")
     config = settings.build(Training, {**training, "metrics": names})
     legal.check_simulate(method, model, data, out, resume, progress)
     check_clock(config, transport)

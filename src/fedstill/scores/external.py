@@ -72,7 +72,7 @@ def with_external(federation: Federation, source: str, clients_source: str, root
     if overlap(source, clients_source):
         raise InputError("external", source, f"a source that no client has, unlike a part of {clients_source}")
     try:
-        dataset = load(source, root)
+        dataset = load(source, root, objective=federation.objective)
     except InputError as error:
         raise InputError("external", error.value if error.field == "data" else source, error.right) from None
     try:

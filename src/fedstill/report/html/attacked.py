@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...core.metric import ACCURACY, Measure
 from ...server.attack import STRENGTH
 from ..robustness import Case, columns_of, compared, notes_of
 from .read import Result, Study
@@ -18,22 +19,34 @@ def attacked(study: Study) -> Table | None:
     return Table("attacked", "Clean, attacked, defended", columns, notes=notes_of(cases))
 
 
-def sentence(table: Table) -> str:
+def sentence(table: Table, measure: Measure = ACCURACY) -> str:
     """Return what the attack does to the model that is best without it, and what the best rule keeps; "" without a clean run."""
-    (first, *others), names = table.columns, [column.heading.removesuffix(" %") for column in table.columns[1:]]
+    (first, *others), names = (
+        table.columns,
+        [column.heading.removesuffix(f" {measure.mark}") for column in table.columns[1:]],
+    )
     shares = [[_share(column.cells[i]) for column in others] for i in range(len(first.cells))]
     rows = [i for i, row in enumerate(shares) if row[0] is not None and "backdoor" not in first.cells[i]]
     if names[0] != "clean, mean" or not rows:
         return ""
-    best = max(rows, key=lambda i: shares[i][0] or 0.0)
+    best = max(rows, key=lambda i: measure.rank(shares[i][0] or 0.0))
     clean, *attacked = [(name, value) for name, value in zip(names, shares[best], strict=True) if value is not None]
     texts = [
-        f"{value:.1f} % under {name.removesuffix(', mean')}" for name, value in attacked if name.endswith(", mean")
+        f"{_words(value, measure)} under {name.removesuffix(', mean')}"
+        for name, value in attacked
+        if name.endswith(", mean")
     ]
     rules = [(value, name.rpartition(", ")[2]) for name, value in attacked if not name.endswith(", mean")]
-    texts += [f"{value:.1f} % under attack with the rule {rule}" for value, rule in [max(rules)]] if rules else []
+    if rules:
+        value, rule = max(rules, key=lambda pair: (measure.rank(pair[0]), pair[1]))
+        texts.append(f"{_words(value, measure)} under attack with the rule {rule}")
     method, _, model = first.cells[best].partition(", ")
-    return f"{', '.join([f'The {model} model of {method} has {clean[1]:.1f} % without attackers', *texts])}."
+    return f"{', '.join([f'The {model} model of {method} has {_words(clean[1], measure)} without attackers', *texts])}."
+
+
+def _words(value: float, measure: Measure) -> str:
+    """Return a number of the table, where shares are in per cent already."""
+    return f"{value:.1f} %" if measure.share else measure.words(value)
 
 
 def _share(text: str) -> float | None:

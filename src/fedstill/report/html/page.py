@@ -74,7 +74,7 @@ def render(study: Study, method: str = "") -> str:
     ]
     title = f"{study.name}: {_kind(study)}"
     lead = answer.answer(study, tested, found, shown)
-    if under_attack is not None and (words := attacked.sentence(under_attack)):
+    if under_attack is not None and (words := attacked.sentence(under_attack, study.plain)):
         lead = tag("p", words, cls="answer")
     top = [lead, *_warnings(study)]
     return document(title, _facts(study), [*top, *body])
