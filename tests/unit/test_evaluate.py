@@ -46,6 +46,19 @@ def test_the_contract(contract: dict, expected: float) -> None:
     assert fs.Evaluation(**contract).of(HISTORY) == pytest.approx(expected)
 
 
+def test_a_round_whose_participants_have_no_such_metric_is_passed_over() -> None:
+    """AUROC is defined where a client's tests have more than one class: here for client 1 alone."""
+    history: list[dict] = [
+        {"round": t, "participants": [k], "samples": {"0": 5, "1": 5},
+         "personal_clients": {"0": 0.5, "1": 0.5}, "personal_auroc_clients": {"1": auroc}}
+        for t, k, auroc in ((1, 1, 0.7), (2, 1, 0.6), (3, 0, 0.9))
+    ]  # fmt: skip
+    contract = fs.Evaluation(clients="participants", metric="auroc", round="best-test")
+    assert contract.of(history) == 0.7
+    assert contract.chooses(history[2]) is None  # as early stopping asks, in the middle of a run
+    assert contract.by_round(history) == [(1, 0.7), (2, 0.6)]
+
+
 def test_best_on_validation_looks_at_validation_only() -> None:
     def record(t: int, val: int, test: int) -> dict:
         return {

@@ -106,9 +106,7 @@ class Evaluation:
     def by_round(self, history: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
         """Return (round, number) for every scored round, each by itself."""
         each = replace(self, round="last")
-        scored = [record for record in history if self._scored(record)]
-        if self.clients == "participants":
-            scored = [record for record in scored if record["participants"]]
+        scored = [record for record in history if self._counts(record)]
         return [(int(record["round"]), each.of([record])) for record in scored]
 
     def __str__(self) -> str:
@@ -128,9 +126,7 @@ class Evaluation:
 
     def of(self, history: Sequence[dict[str, Any]]) -> float:
         """Return the number, from a run's history."""
-        scored = [record for record in history if self._scored(record)]
-        if self.clients == "participants":
-            scored = [record for record in scored if record["participants"]]  # a round may have had none
+        scored = [record for record in history if self._counts(record)]
         if not scored and self.metric and any(self._has_model(record) for record in history):
             raise InputError(
                 "metric", self.metric, "a metric that this run computed (metrics) and that is defined for a client"
@@ -159,9 +155,9 @@ class Evaluation:
 
         Of errors it is the number with its sign turned.
         """
-        known = self._scored(record) and (self.clients != "participants" or bool(record["participants"]))
-        on_val = self.round == "best-val"
-        return None if not known or (on_val and not self._validates(record)) else self._chosen_by(record)
+        prefix = "val_" if self.round == "best-val" else ""
+        known = self._counts(record) and (not prefix or (self._validates(record) and self._counts(record, prefix)))
+        return self._chosen_by(record) if known else None
 
     def _chosen_by(self, record: dict[str, Any]) -> float:
         return self.measure([record]).rank(self._at(record, "val_" if self.round == "best-val" else ""))
@@ -213,6 +209,13 @@ class Evaluation:
     def _scored(self, record: Mapping[str, Any]) -> bool:
         """Return whether a record has this contract's number."""
         return bool(record.get(self._name(record))) or (self.model in FIXED and self._name(record) in record)
+
+    def _counts(self, record: Mapping[str, Any], prefix: str = "") -> bool:
+        """Return whether a record's number is defined: of participants, whether one of them has it, as a round may have none."""
+        if self.clients != "participants" or not self._scored(record):
+            return self._scored(record)
+        known = record[f"{prefix}{self._name(record)}"]
+        return any(str(k) in known for k in record["participants"])
 
     def _name(self, record: Mapping[str, Any]) -> str:
         """Return the entry that a record has where this model was scored by this metric."""
