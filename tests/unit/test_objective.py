@@ -92,6 +92,26 @@ def test_balanced_weights_are_scikit_learns_and_of_the_clients_own_classes() -> 
     np.testing.assert_allclose(own.balance(torch.from_numpy(y)).numpy(), right)
 
 
+def test_fedrod_refuses_to_smooth_targets_over_classes_that_a_client_does_not_have() -> None:
+    with pytest.raises(InputError, match=r"^label_smoothing = 0.1: should be 0 for fedrod"):
+        run(fs.FedRoD(), label_smoothing=0.1)
+    assert run(fs.FedRoD(generic_loss="ce"), label_smoothing=0.1, rounds=1).history
+
+
+@pytest.mark.parametrize("weights", ["1,2,0.5,4", "10,20,5,40", "balanced"])
+def test_the_mean_of_weighted_losses_over_a_clients_samples_is_the_loss(weights: str) -> None:
+    own = objectives.of("classification", 4, weights=weights)
+    balance = own.balance(CLASSES)
+    torch.testing.assert_close(own.each(Z, CLASSES, balance).mean(), own.loss(Z, batch(CLASSES), balance))
+
+
+def test_dp_sgd_refuses_class_weights_that_leak_or_cancel_out() -> None:
+    private = {"privacy": "local", "momentum": 0.0}
+    for weights, why in (("balanced", "other samples"), ("1,2,3", "divided by itself")):
+        with pytest.raises(InputError, match=f"^class_weights = .*{why}"):
+            run(fs.FedAvg(), class_weights=weights, **private)
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

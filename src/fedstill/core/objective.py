@@ -73,13 +73,20 @@ class Objective:
     def balance(self, y: Tensor) -> Tensor | None:
         """Return the weights of the classes for a client with these training targets; None where all weigh alike.
 
-        "balanced" is n/(m·n_c) for the client's n samples of m classes, 0 for a class that it does not have.
+        "balanced" is n/(m·n_c) for the client's n samples of m classes, 0 for a class that it does not have. Numbers are scaled
+        so that the client's samples weigh 1 in the mean, as under "balanced": the mean of `each` over them is then `loss`.
         """
         if self.class_weights is None:
             return None
+        counts = torch.bincount(y[y != IGNORED].flatten(), minlength=self.size).double()
         if self.class_weights == "balanced":
-            counts = torch.bincount(y[y != IGNORED].flatten(), minlength=self.size).double()
             return torch.where(counts > 0, counts.sum() / (counts.count_nonzero() * counts.clamp(min=1)), 0.0)
+        weights = self._weights(y)
+        return weights * counts.sum() / (weights * counts).sum() if len(y) else weights
+
+    def _weights(self, y: Tensor) -> Tensor:
+        """Return the numbers that were given."""
+        assert isinstance(self.class_weights, tuple)
         return torch.tensor(self.class_weights, dtype=torch.float64, device=y.device)
 
     # ---- in evaluation -----------------------------------------------------------------------------------------------
@@ -187,7 +194,7 @@ class Multilabel(Objective):
         if self.class_weights == "balanced":
             ones = y.double().sum(0)
             return torch.where((ones > 0) & (ones < len(y)), (len(y) - ones) / ones.clamp(min=1), 1.0)
-        return super().balance(y)
+        return None if self.class_weights is None else self._weights(y)
 
     def score(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the share of the labels that are right: 1 where the output is above 0."""

@@ -50,8 +50,11 @@ class FedRoD(FedAvg):
     personal_epochs: int = setting(0, "epochs of the personal head; 0: as the experiment's", least=0)
 
     def check(self, task: Task) -> None:
-        """Refuse a head without a linear layer, which is its classifier."""
+        """Refuse a head without a linear layer, which is its classifier, and targets of classes that a client does not have."""
         self.classifier(task)
+        if self.generic_loss == "balanced" and task.objective.smoothing:
+            right = "0 for fedrod, or its generic_loss 'ce': the balanced loss leaves out classes that a client does not have"
+            raise InputError("label_smoothing", task.objective.smoothing, right)
 
     def classifier(self, task: Task) -> frozenset[str]:
         """Return the names of the last linear layer's entries, which P_k shares; none without personal heads."""

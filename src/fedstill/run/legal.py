@@ -88,6 +88,8 @@ def check_local(method: Method, task: Task, training: Training) -> None:
     if task.recipe.clip and training.privacy == "local":
         right = "0 with privacy 'local', whose clip_norm clips each sample's gradient"
         raise InputError("clip_gradient", task.recipe.clip, right)
+    if training.privacy == "local":
+        check_private_weights(task, training)
     if task.augment is None:
         return
     task.augment.check(tuple(task.net.example.shape[1:]))
@@ -97,6 +99,16 @@ def check_local(method: Method, task: Task, training: Training) -> None:
     if task.augment.mixup and training.privacy == "local":
         right = "without mixup with privacy 'local': a mixed gradient is that of two samples"
         raise InputError("augment", training.augment, right)
+
+
+def check_private_weights(task: Task, training: Training) -> None:
+    """Refuse class weights where each sample's gradient is taken alone: they would leak, or cancel out."""
+    if training.class_weights == "balanced":
+        why = "a sample's gradient would depend on the client's other samples"
+        raise InputError("class_weights", "balanced", f"'none' with privacy 'local': {why}")
+    if training.class_weights != "none" and task.objective.name == "classification":
+        why = "of a sample alone, its weight is divided by itself"
+        raise InputError("class_weights", training.class_weights, f"'none' with privacy 'local': {why}")
 
 
 def check_private_rounds(task: Task, training: Training, cohort: int) -> None:
