@@ -537,7 +537,8 @@ def test_a_site_whose_frozen_weights_are_others_is_refused_in_one_line(
     class Another(OneAtATime):
         def open(self, about: Any) -> None:
             with TRACING, monkeypatch.context() as patch:
-                patch.setattr(models, "build", lambda name, shape, classes, seed: made(name, shape, classes, seed + 1))
+                other = lambda name, shape, classes, seed, *more: made(name, shape, classes, seed + 1, *more)  # noqa: E731
+                patch.setattr(models, "build", other)
                 SiteClient.open(self, about)
 
     party.site_client = Another
