@@ -30,7 +30,8 @@ def distance(ours: fs.Params, theirs: fs.Params) -> float:
 
 def compare(method: str, out: Path, transport: cluster.Cluster) -> dict[str, object]:
     """Return how a run on the ranks differs from the same in this process."""
-    one = fs.Experiment(method=fs.METHODS[method](), **SMALL)
+    adapters = {"lora": "r=2,alpha=4,targets=all-linear"} if fs.METHODS[method].needs_lora else {}
+    one = fs.Experiment(method=fs.METHODS[method](), **SMALL, **adapters)
     alone = fs.run(one, out=out / "alone" / method)
     spread = fs.run(one, out=out / "ranks" / method, transport=transport)
     checkpoints = [out / kind / method / "checkpoints" / "round-000003.safetensors" for kind in ("alone", "ranks")]

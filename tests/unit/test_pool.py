@@ -37,15 +37,20 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are for
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """After each test there are no workers, nor any of their memory."""
+    OTHERS.update(children())  # as the service of a tracker that another test has used
     yield
     gc.collect()
     assert not children()
     assert not [link for link in open_files() if "memfd:fedstill" in link]
 
 
+OTHERS: set[int] = set()  # processes that are none of these tests'
+
+
 def children() -> list[int]:
-    """Processes that this one has started and that are still there, zombies too."""
-    return [int(k) for k in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    """Processes that this one has started since and that are still there, zombies too."""
+    every = [int(k) for k in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    return [k for k in every if k not in OTHERS]
 
 
 def open_files() -> list[str]:
