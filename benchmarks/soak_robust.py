@@ -19,7 +19,7 @@ import numpy as np
 import fedstill as fs
 from fedstill.core import tree
 from fedstill.core.errors import TrainingError
-from fedstill.report.robustness import accuracy
+from fedstill.report.robustness import score
 from fedstill.run import prepare
 from fedstill.server import robust
 
@@ -107,7 +107,7 @@ def outcome(method: str, partition: str, attack: str, strength: float, rule: str
             results.append(Outcome(math.nan, math.nan))
             continue
         models = [
-            accuracy(run.history[-1], model, honest) if model in run.method.scores else math.nan
+            score(run.history[-1], model, honest) if model in run.method.scores else math.nan
             for model in ("generic", "personal")
         ]
         rates = [run.after.get(name, math.nan) for name in ("backdoor_generic", "backdoor")]
