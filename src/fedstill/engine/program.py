@@ -20,6 +20,7 @@ from ..core.tree import Tree
 from ..data.samples import Samples
 from .step import StackStep
 
+SHIFTS = (torch.ops.aten.__rshift__.Scalar, torch.ops.aten.bitwise_right_shift.Tensor_Scalar)  # of which hashes consist
 HASH_OPERATIONS = 10  # after which inductor writes a value of a step with long hashes down; by itself 30
 Level: TypeAlias = Literal["traced", "compiled"]
 Program: TypeAlias = Callable[[], None]  # one step on the memory that it was built for
@@ -71,7 +72,7 @@ def build(
     inputs: list[Any] = [*tree.flatten({"rows": rows, "tables": tables, "source": source}).values(), counter]
     run: Callable[..., Any] = graph
     if level == "compiled":
-        run = compiled(graph, inputs, hashes=definition.step.view.task.augment is not None)
+        run = compiled(graph, inputs)
     if device.type != "cuda":
 
         def replay() -> None:
@@ -94,12 +95,13 @@ def build(
     return recorded.replay
 
 
-def compiled(graph: Any, inputs: list[Any], hashes: bool = False) -> Callable[..., Any]:
+def compiled(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
     """Compile a graph by inductor, which keeps what it compiled on disk: the same graph is read from there.
 
     Inductor looks in its cache only where there is an environment of symbolic shapes, although all shapes here are fixed. Each
-    line of a hash uses its word twice, and inductor follows both uses down to a value that it has written down: where a step has
-    long `hashes` (augmentation) it writes values down more often, and compiles in seconds instead of minutes.
+    line of a hash uses its word twice, and inductor follows both uses down to a value that it has written down: where a step
+    has hashes (augmentation; dropout too, except on a GPU, where `nn.kernels.masks` is one kernel) it writes values down more
+    often, and compiles in seconds instead of minutes.
     """
     from torch import _inductor
     from torch._guards import TracingContext, tracing
@@ -107,6 +109,7 @@ def compiled(graph: Any, inputs: list[Any], hashes: bool = False) -> Callable[..
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
+        hashes = any(node.target in SHIFTS for node in graph.graph.nodes)
         options = {"realize_opcount_threshold": HASH_OPERATIONS} if hashes else {}
         return _inductor.compile(graph, inputs, options=options)  # type: ignore[no-any-return]
 

@@ -7,6 +7,7 @@ the first where nothing is known. Drawn here is what models draw in training: dr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ..core.errors import InputError
 from ..core.plan import uniform_bits
+from .kernels import masks
 
 SELU_FLOOR = -1.7580993408473766  # −λα, to which alpha dropout sets what it drops
 Size = Sequence[int]
@@ -34,19 +36,23 @@ class Draws:
 
     def bits(self, shape: Size) -> Tensor:
         """Draw 32 bits (as int64) for every entry of a shape."""
+        return self._draw(uniform_bits, shape)
+
+    def keeps(self, p: float, shape: Size) -> Tensor:
+        """Draw what dropout at rate p keeps: the entries whose bits are at least p·2³²."""
+        return self._draw(functools.partial(masks.keeps, least=int(p * 2**32)), shape)
+
+    def _draw(self, draw: Callable[[Tensor, int, Size], Tensor], shape: Size) -> Tensor:
+        """Count a draw, and make it with the samples' axis first."""
         if self.key is None:
             raise NoKey("a training pass through a model with dropout needs a key")
         self.shapes.append(tuple(shape))
         number = len(self.shapes)
         axis = self.axes.get(number, 0)
         if not axis:
-            return uniform_bits(self.key, number, shape)
+            return draw(self.key, number, shape)
         first = (shape[axis], *shape[:axis], *shape[axis + 1 :])
-        return uniform_bits(self.key, number, first).movedim(0, axis)
-
-    def keeps(self, p: float, shape: Size) -> Tensor:
-        """Draw what dropout at rate p keeps."""
-        return self.bits(shape) >= int(p * 2**32)
+        return draw(self.key, number, first).movedim(0, axis)
 
     def uniforms(self, shape: Size, dtype: torch.dtype) -> Tensor:
         """Draw numbers from 0 up to, but not including, 1."""
