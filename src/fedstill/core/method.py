@@ -55,6 +55,8 @@ class Method:
     personal_passes: ClassVar[float] = 0.0
     """Where `step` trains two models: passes over the data for the personal one, which nothing that goes up depends on, for each
     pass for the other."""
+    personal_gradients: ClassVar[bool] = False
+    """Whether `personal` takes gradients over the client's data, which then a stacked engine does for many clients at once."""
     wait_free: ClassVar[bool] = False
     """Whether phases of other models than `params` come last and nothing that goes up depends on them, so that they can run
     after the upload has left."""
@@ -70,7 +72,8 @@ class Method:
         """Clear flags that describe an overridden hook; refuse a field that would hide a hook.
 
         `averages` and `noisy_mean` describe `merge`; `noisy_steps`, `wait_free` and `personal_passes` describe a client's round;
-        `closed_form` describes the objective. Overriding a hook, also by a mixin, clears what describes it; restate it.
+        `personal_gradients` describes `personal`, `closed_form` the objective. Overriding a hook, also by a mixin, clears what
+        describes it; restate it.
         """
         if _differs(cls, "averages", "merge"):
             cls.averages = False
@@ -82,6 +85,8 @@ class Method:
             cls.wait_free = False
         if _differs(cls, "personal_passes", "begin", "step", "finish"):
             cls.personal_passes = 0.0
+        if _differs(cls, "personal_gradients", "personal"):
+            cls.personal_gradients = False
         if _differs(cls, "closed_form", "fit", "loss", "correct", "step"):
             cls.closed_form = not_known  # type: ignore[method-assign]
         hidden = [n for n in inspect.get_annotations(cls) if callable(getattr(Method, n, None))]

@@ -185,9 +185,10 @@ class Edge:
         measures = self.trainer.bench.measures
         reports: list[dict[str, float]] = [{} for _ in orders]
         statistics: list[Tree] = [{} for _ in orders]
-        for model, choose in (("personal", self._personal), ("generic", _generic)):
+        for model, choose in (("personal", self._personals), ("generic", _generics)):
             rows = [i for i, order in enumerate(orders) if self._has(order, model)]
-            models = [(self.slot(orders[i]), choose(orders[i])) for i in rows]
+            chosen = [orders[i] for i in rows]
+            models = list(zip(map(self.slot, chosen), choose(chosen), strict=True))
             if not measures.metrics:
                 for i, score in zip(rows, self.trainer.score(split, models), strict=True):
                     reports[i][model] = float(score)
@@ -217,6 +218,17 @@ class Edge:
         method, task = self.methods[order.run], self.trainer.bench.home(order.round, slot, last, shared=True)
         with explained(method, task, stacked=False):
             return method.personal(task, order.down, tree.without(memory, KEPT))
+
+    def _personals(self, orders: Sequence[Order]) -> list[Params]:
+        """Return the clients' own models: one by one or, where that takes gradients and the engine can, all at once."""
+        trainer = self.trainer
+        if not orders or trainer.name != "stacked" or not trainer.bench.method.personal_gradients:
+            return [self._personal(order) for order in orders]
+        works = []
+        for order in orders:
+            memory, last = self.memory(self.slot(order))
+            works.append(Work(self.slot(order), order.down, tree.without(memory, KEPT), last=last))
+        return trainer.personals(orders[0].round, works)
 
     def served(self, order: Order) -> Params:
         """Return the model that serves the client: its personal one, else the generic one that came along."""
@@ -336,9 +348,8 @@ class Edge:
     }
 
 
-def _generic(order: Order) -> Params:
-    assert order.generic is not None
-    return order.generic
+def _generics(orders: Sequence[Order]) -> list[Params]:
+    return [order.generic for order in orders if order.generic is not None]
 
 
 def _report(done: Done) -> dict[str, float]:

@@ -107,6 +107,11 @@ class Stacked:
             cohort.finish(local)
         return cohort.done()
 
+    def personals(self, bench: Bench, round: int, works: Sequence[Work]) -> list[Params]:
+        """Return the personal model of each client; the works bring the memories."""
+        with _precision(self.exact), explained(bench.method, bench.task, stacked=True):
+            return Cohort(bench, round, works).personals()
+
     def score(self, bench: Bench, part: str, models: Sequence[tuple[int, Params]]) -> list[float]:
         """Return the sum of the scores of each client's samples."""
         score = bench.task.objective.score
@@ -270,6 +275,16 @@ class Cohort:
 
     def _finish(self, site: Tree, down: Tree, memory: Tree, local: Tree) -> tuple[Tree, Tree]:
         return self.view.method(site).finish(self.view.at(site, self.x, self.y), down, memory, local)
+
+    @calls("personal")
+    def personals(self) -> list[Params]:
+        """Return each client's personal model."""
+
+        def personal(site: Tree, down: Tree, memory: Tree) -> Params:
+            return self.view.method(site).personal(self.view.at(site, self.x, self.y), down, memory)
+
+        with torch.no_grad():
+            return tree.rows(over_clients(personal, self.site, self.down, self.memory), len(self.works))
 
     def done(self) -> list[Done]:
         """Return every client's result; the one moment at which the host waits for the device."""

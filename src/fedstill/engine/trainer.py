@@ -227,6 +227,22 @@ class Trainer:
             yield from results
             first += size
 
+    def personals(self, round: int, works: Sequence[Work]) -> list[Params]:
+        """Return the personal model of each client, stacked: as many at once as memory allows."""
+        assert isinstance(self.engine, Stacked)
+        found: list[Params] = []
+        size = len(works)
+        while len(found) < len(works):
+            try:
+                found += self.engine.personals(self.bench, round, works[len(found) : len(found) + size])
+                continue
+            except torch.cuda.OutOfMemoryError:
+                if size == 1:
+                    raise
+            torch.cuda.empty_cache()  # outside of the handler, whose error keeps the tensors alive
+            size = -(-size // 2)
+        return found
+
     def score(self, part: str, models: Sequence[tuple[int, Params]]) -> list[float]:
         """Return the sum of the scores of each client's own samples: how many its model gets right, or its errors."""
         with torch.no_grad(), threads(self.training_threads):

@@ -43,6 +43,7 @@ class PerFedAvg(FedAvg, mean="uniform"):
     id: ClassVar[str] = "per-fedavg"
     paper: ClassVar[str] = "Fallah et al., NeurIPS 2020"
     scores: ClassVar[tuple[str, ...]] = ("personal", "generic")
+    personal_gradients: ClassVar[bool] = True
 
     alpha: float = setting(0.01, "α, the inner step, and the personal model's", least=0)
     beta: float = setting(0.0, "β, the outer step; 0: as lr", least=0)

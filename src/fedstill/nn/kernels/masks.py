@@ -1,7 +1,7 @@
 """Which entries dropout keeps: on a GPU by one kernel instead of as a part of the compiled step.
 
-A hash uses each of its intermediate values twice. Inductor follows both uses, so a step with many masks (attention's) took it minutes
-to compile. The kernel computes the same bits as `plan.uniform_bits` and writes one byte an entry.
+A hash uses each of its intermediate values twice. Inductor follows both uses, so a step with many masks (attention's) took it
+minutes to compile. The kernel computes the same bits as `plan.uniform_bits` and writes one byte an entry.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .autotune import has_triton
 
 
 def keeps(key: Tensor, draw: int, shape: Sequence[int], least: int) -> Tensor:
-    """Return whether the 32 random bits of every entry are at least `least`, for one key or, under `vmap`, for each of several."""
+    """Return whether the 32 random bits of every entry are at least `least`, for one key or, under `vmap`, for several."""
     if key.device.type == "cuda" and has_triton():
         kept: Tensor = _keeps(key, draw, math.prod(shape), least)
         return kept.reshape(*key.shape, *shape)
@@ -39,7 +39,7 @@ def _(key: Tensor, draw: int, count: int, least: int) -> Tensor:
     return key.new_empty((*key.shape, count), dtype=torch.bool)
 
 
-@torch.library.register_vmap("fedstill::keeps")
+@torch.library.register_vmap("fedstill::keeps")  # type: ignore[untyped-decorator]
 def _vmapped(info: Any, in_dims: tuple[int | None, ...], key: Tensor, draw: int, count: int, least: int) -> Any:
     assert in_dims[0] is not None
     return _keeps(key.movedim(in_dims[0], 0), draw, count, least), 0
