@@ -10,8 +10,11 @@ import torch
 
 import fedstill as fs
 from fedstill.core import tree
-from fedstill.core.tree import Tree
+from fedstill.core.task import Task
+from fedstill.core.tree import Params, Tree
 from fedstill.edge.edge import Edge
+from fedstill.engine.bench import Bench, Work
+from fedstill.engine.stacked import Stacked
 from fedstill.run.callbacks import as_tree
 from fedstill.run.experiment import Training
 from fedstill.run.prepare import prepare
@@ -296,3 +299,44 @@ def test_tuning_and_idle_work_that_is_not_kept_leave_memories_alone(engine: str)
     (model,) = hand.edge.handle([hand.order("model", 1, 0, generic=generic)])
     assert not same(model.up["params"], hand.edge.store.get(0)["v"])  # served is the copy, as it would be now
     assert torch.is_tensor(next(iter(model.up["params"].values())))
+
+
+@pytest.mark.parametrize("fits", [1, 2, 100])
+def test_personal_models_that_take_gradients_are_made_for_all_clients_at_once(
+    fits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stacked, or in groups that fit into a GPU's memory: the scores of one client at a time."""
+    method = fs.PerFedAvg(alpha=0.05, adapt_steps=2)
+    sizes: list[int] = []
+    original = Stacked.personals
+
+    def personals(engine: Stacked, bench: Bench, round: int, works: Sequence[Work]) -> list[Params]:
+        if len(works) > fits:
+            raise torch.cuda.OutOfMemoryError
+        sizes.append(len(works))
+        return original(engine, bench, round, works)
+
+    monkeypatch.setattr(Stacked, "personals", personals)
+    one, stacked = (Hand(method, engine) for engine in ("one", "stacked"))
+    clients = range(len(ragged()))
+    assert len({len(client.y_train) for client in ragged().clients}) > 1
+    scores = {}
+    for hand in (one, stacked):
+        hand.train(1, 0)
+        orders = [hand.order("score", 2, client, generic=None, split="train") for client in clients]
+        scores[hand] = [reply.report for reply in hand.edge.handle(orders)]
+    assert sum(sizes) == len(clients)
+    assert len(sizes) == -(-len(clients) // min(fits, len(clients)))
+    for mine, right in zip(scores[stacked], scores[one], strict=True):
+        assert mine["personal"] == right["personal"]
+        assert mine["personal_loss"] == pytest.approx(right["personal_loss"], rel=1e-12)
+    assert len({report["personal_loss"] for report in scores[one]}) == len(clients)  # each has a model of its own
+
+
+def test_a_method_that_overrides_personal_says_again_that_it_takes_gradients() -> None:
+    class Other(fs.PerFedAvg):
+        def personal(self, task: Task, down: Tree, memory: Tree) -> Params:
+            return down["params"]
+
+    assert fs.PerFedAvg.personal_gradients
+    assert not Other.personal_gradients

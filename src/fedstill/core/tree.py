@@ -107,10 +107,15 @@ def mean(trees: Sequence[Tree], weights: Sequence[float], around: Tree | None = 
         for tree, weight in zip(flat[1:], weights[1:], strict=True):
             torch._foreach_add_(sums, [tree[name] for name in floating], alpha=weight / total)
         result = dict(zip(floating, sums, strict=True))
-    for name, leaf in flat[0].items():
-        if not leaf.is_floating_point():
-            exact = sum(t[name].double() * (w / total) for t, w in zip(flat, weights, strict=True))
-            result[name] = torch.as_tensor(exact).round().to(leaf.dtype)
+    whole = [name for name, leaf in flat[0].items() if not leaf.is_floating_point()]
+    if whole:
+        table = _whole_numbers([[entry[name] for name in whole] for entry in flat])
+        exact = table[0] * (weights[0] / total)
+        for row, weight in zip(table[1:], weights[1:], strict=True):
+            exact += row * (weight / total)
+        parts = exact.round().split([flat[0][name].numel() for name in whole])
+        for name, part in zip(whole, parts, strict=True):
+            result[name] = part.reshape(flat[0][name].shape).to(flat[0][name].dtype)
     return fill(outline(trees[0]), result)
 
 
@@ -135,6 +140,14 @@ def _joined_rows(entries: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], lis
             return None
         views.append(base[row, first:last])
     return views, [column - first for column in columns]
+
+
+def _whole_numbers(entries: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return the whole numbers of each entry as a row of float64: a call for each of a model's many counts would take long."""
+    joined = _joined_rows(entries) if all(len(entry) == len(entries[0]) for entry in entries) else None
+    if joined is not None and joined[1] == sorted(joined[1]):
+        return torch.stack(joined[0]).double()
+    return torch.stack([torch.cat([leaf.reshape(-1).double() for leaf in entry]) for entry in entries])
 
 
 def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
@@ -231,16 +244,19 @@ def norms(trees: Sequence[Tree]) -> list[float]:
     if joined is not None and len(trees) * joined[0][0].nbytes <= SMALL:  # a call for each row takes longer than a copy
         of_rows = torch.linalg.vector_norm(torch.stack(joined[0]), dim=1).tolist()
         parts, squares = [[] for _ in trees], [norm * norm for norm in of_rows]
-    for entries, most in ((parts, math.inf), (whole, 2.0**53)):
-        owners = [i for i, entry in enumerate(entries) for _ in entry]
-        if owners:
-            several = [leaf if entries is parts else leaf.double() for entry in entries for leaf in entry]
-            norms = torch._foreach_norm(several)
-            dtype = norms[0].dtype
-            alike = all(norm.dtype == dtype for norm in norms)
-            found = torch.stack(norms if alike else [norm.double() for norm in norms]).tolist()
-            for i, norm in zip(owners, found, strict=True):
-                squares[i] += norm * norm if norm <= most or norm != norm else math.inf
+    owners = [i for i, entry in enumerate(parts) for _ in entry]
+    if owners:
+        norms = torch._foreach_norm([leaf for entry in parts for leaf in entry])
+        alike = len({norm.dtype for norm in norms}) == 1
+        found = torch.stack(norms if alike else [norm.double() for norm in norms]).tolist()
+        for i, norm in zip(owners, found, strict=True):
+            squares[i] += norm * norm
+    for shape in {tuple(leaf.shape for leaf in entry) for entry in whole if entry}:
+        alike_ones = [i for i, entry in enumerate(whole) if tuple(leaf.shape for leaf in entry) == shape]
+        table = _whole_numbers([whole[i] for i in alike_ones])
+        largest, square = table.abs().amax(1).tolist(), table.square().sum(1).tolist()
+        for i, most, total in zip(alike_ones, largest, square, strict=True):
+            squares[i] += total if most <= 2.0**53 else math.inf
     return [math.sqrt(square) for square in squares]
 
 

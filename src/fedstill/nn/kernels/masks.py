@@ -17,9 +17,14 @@ from ...core.plan import uniform_bits
 from .autotune import has_triton
 
 
+def has_kernel(device: torch.device) -> bool:
+    """Return whether the kernel can be run on a device."""
+    return device.type == "cuda" and has_triton()
+
+
 def keeps(key: Tensor, draw: int, shape: Sequence[int], least: int) -> Tensor:
     """Return whether the 32 random bits of every entry are at least `least`, for one key or, under `vmap`, for several."""
-    if key.device.type == "cuda" and has_triton():
+    if has_kernel(key.device):
         kept: Tensor = _keeps(key, draw, math.prod(shape), least)
         return kept.reshape(*key.shape, *shape)
     return uniform_bits(key, draw, shape) >= least
