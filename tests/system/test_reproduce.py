@@ -295,3 +295,18 @@ def test_a_dry_run_writes_nothing(tmp_path, capsys, monkeypatch):
     assert "in all" in said
     assert "SCALED" in said
     assert list(Path().iterdir()) == []
+
+
+def test_a_report_runs_nothing_and_needs_no_gpu_for_a_gpus_results(tmp_path, capsys, monkeypatch):
+    """Results may come from another machine; what has not been run stays so."""
+    monkeypatch.setattr(Runner, "_attempt", lambda *_: pytest.fail("a report ran something"))
+    words = (TABLE, "--only", "synthetic-mlr,fedavg", "--scale", SCALE, "--seeds", 1, "--out", tmp_path, "--report")
+    assert run(*words, "--device", "cuda") == 0
+    said = capsys.readouterr().out
+    assert "not run" in said
+    assert "67.76" in said  # as the paper prints it
+    assert not (tmp_path / "runs").exists()
+    assert run(*words, "--device", "tpu") == 2
+    assert "device = 'tpu'" in capsys.readouterr().err
+    assert run(*words, "--dry-run") == 2
+    assert "one of the two" in capsys.readouterr().err

@@ -26,7 +26,7 @@ from ..reproduce.scale import Scale
 from ..reproduce.shelf import Shelf
 from ..reproduce.store import Result, Store
 from ..run.experiment import Experiment
-from ..run.prepare import pick_device
+from ..run.prepare import named_device, pick_device
 from . import flags
 from .screen import console, say
 
@@ -48,10 +48,15 @@ class Options:
         1.0, "share of the rounds, clients and data; below 1 all is marked as scaled", above=0, most=1, group="cells"
     )
     out: str = setting("reproduced", "folder for the results, which exhibits share", group="results")
+    report: bool = setting(
+        False, "run nothing: only report what has been run, here or on a machine whose results lie in --out", group="results"
+    )  # fmt: skip
     dry_run: bool = setting(False, "only say what it would cost: time, memory, FLOPs", group="results")
 
     def __post_init__(self) -> None:
         settings.check(self)
+        if self.report and self.dry_run:
+            raise InputError("--report", Shown("beside --dry-run"), "one of the two: neither runs anything")
 
 
 ABOUT = (
@@ -63,6 +68,7 @@ EXAMPLES = (
     "fedstill reproduce pfedsd/table2 --only cifar100,100clients,pfedsd --device cuda",
     "fedstill reproduce pfedkd-wcl/table1 --scale 0.1",
     "fedstill reproduce pfedsd/table2 --dry-run",
+    "fedstill reproduce pfedsd/table2 --device cuda --report",
 )
 
 
@@ -86,7 +92,7 @@ def reproduce(argv: Sequence[str]) -> None:
             raise InputError("--out", "", "a folder")
         machine = flags.take(Experiment, flag_values)
         root = machine.pop("data_root", "")
-        pick_device(machine.get("device", "auto"))
+        (named_device if options.report else pick_device)(machine.get("device", "auto"))
         planned = plan(find(words), options.only, options.seeds, Scale(options.scale), machine)
     sources.check((trial.experiment for trial in planned.wanted), root)
     shelf = Shelf()
@@ -97,7 +103,8 @@ def reproduce(argv: Sequence[str]) -> None:
     watch = Lines(planned, store)
     runner = Runner(planned, store, shelf, root, command, watch)
     _say_first(planned, runner, store)
-    runner.run()
+    if not options.report:
+        runner.run()
     _report(planned, runner, store, shelf, root, command)
 
 

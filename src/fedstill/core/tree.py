@@ -113,7 +113,7 @@ def mean(trees: Sequence[Tree], weights: Sequence[float], around: Tree | None = 
         exact = table[0] * (weights[0] / total)
         for row, weight in zip(table[1:], weights[1:], strict=True):
             exact += row * (weight / total)
-        parts = exact.round().split([flat[0][name].numel() for name in whole])
+        parts = torch.split(exact.round(), [flat[0][name].numel() for name in whole])
         for name, part in zip(whole, parts, strict=True):
             result[name] = part.reshape(flat[0][name].shape).to(flat[0][name].dtype)
     return fill(outline(trees[0]), result)

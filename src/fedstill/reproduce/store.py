@@ -26,7 +26,7 @@ from ..core.reading import Unreadable, field
 from ..core.training import FurtherScores
 from ..run.experiment import Experiment
 from ..run.journal import Journal, environment
-from ..run.prepare import pick_device
+from ..run.prepare import named_device
 from ..run.result import Run
 from .scale import Scale
 
@@ -67,9 +67,9 @@ class Result:
 
 
 def values_of(experiment: Experiment) -> dict[str, Any]:
-    """Return all settings of an experiment that a number can depend on, its device by name."""
+    """Return all settings of an experiment that a number can depend on, its device by name: one that need not be here."""
     method = {"id": experiment.method.id, **settings.values_of(experiment.method)}
-    device = pick_device(experiment.device)
+    device = named_device(experiment.device)
     own = {name: value for name, value in settings.values_of(experiment).items() if name not in LEFT_OUT}
     return json.loads(json.dumps({**own, "device": str(device), "method": method}))  # type: ignore[no-any-return]
 
@@ -166,7 +166,7 @@ class Store:
             engine=run.engine,
             date=today(),
             command=command,
-            environment=environment(pick_device(experiment.device)),
+            environment=environment(named_device(experiment.device)),
         )
         self._write(experiment, scale, result, {"metrics": files.digest_of(journal.metrics)})
 

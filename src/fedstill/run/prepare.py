@@ -271,8 +271,8 @@ def check_scored(training: Training, federation: Federation) -> None:
         raise InputError("score_model", "external", "another without data that no client has (external)")
 
 
-def pick_device(name: str) -> torch.device:
-    """Return the device by name; "auto" is a GPU if there is one."""
+def named_device(name: str) -> torch.device:
+    """Return the device by name, be it on this machine or not; "auto" is a GPU if there is one here."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -281,6 +281,12 @@ def pick_device(name: str) -> torch.device:
         raise InputError("device", name, "auto, cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
         raise InputError("device", name, "auto, cpu, cuda or cuda:N")
+    return device
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device by name, which must be on this machine."""
+    device = named_device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError("device", name, f"one of this machine's ({torch.cuda.device_count()} GPUs), for example cpu")
     return device
