@@ -41,9 +41,13 @@ OWN = (
     ("A+B[@SIZE]", "several of these, each a domain; @SIZE resizes the images"),
     ("FILE.npz", "your arrays: x, y (or train_x, train_y, test_x, test_y)"),
     ("FOLDER[@SIZE]", "your images in class folders (also train/… and test/…, or domain/class/…)"),
-    ("FOLDER", "your silos: one CSV or npz file for each client"),
+    ("FOLDER", "your silos: one CSV or npz file for each client (--label, --impute, --encode, --normalise)"),
+    ("FILE.csv", "one table, dealt to clients by --partition"),
 )
-FIELDS = ("data", "data_root", "clients", "partition", "split", "pool", "seed")
+FIELDS = (
+    "data", "data_root", "clients", "partition", "split", "pool", "seed", "objective", "label", "ignore", "impute", "encode",
+    "normalise",
+)  # fmt: skip
 SUFFIXES = (".png", ".pdf", ".svg")
 
 

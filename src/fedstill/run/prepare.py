@@ -88,7 +88,12 @@ class Simulation:
 
 def federation_of(experiment: Experiment) -> Federation:
     """Read and divide the data of an experiment."""
-    dataset = sources.load(experiment.data, experiment.data_root or None, objective=experiment.objective)
+    dataset = sources.load(
+        experiment.data,
+        experiment.data_root or None,
+        objective=experiment.objective,
+        preprocessing=experiment.preprocessing(),
+    )
     owned = "owner" if dataset.owner is not None else "domain" if dataset.domain is not None else None
     owned = owned or (None if dataset.objective == "classification" else "iid")  # a sample is of no one class
     experiment = experiment.dealt(owned)
