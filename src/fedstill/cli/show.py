@@ -153,6 +153,8 @@ def _show(argv: Sequence[str]) -> None:
     screen.holdings(counts, federation.names, federation.labels)
     line = f"{experiment.data}: {len(federation)} clients by {partition_of(federation)}, seed {experiment.seed}"
     say(f"{line}; partition hash {federation.hash}")
+    for said in federation.notes:
+        say(said)
     if out is not None:
         note = (
             f"area of a bubble: a client's samples of a class in all its parts; partition hash {federation.hash[:12]}"

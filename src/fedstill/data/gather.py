@@ -179,15 +179,11 @@ def _check(tables: Sequence[Table], own: Sequence[int], labels: Sequence[int], r
             for j in own:
                 texts, values = table.texts[j], table.values[:, j]
                 if texts:
-                    rows = np.flatnonzero(~np.isnan(values))
-                    count = sum(t.texts[j] is not None for t in tables)
-                    in_all = (
-                        f"column {table.names[j]!r} has texts in {count} of {len(tables)} files"
-                        if len(tables) > 1
-                        else (f"{len(rows):,} of {len(values):,} rows have texts there")
-                    )
-                    right = f"a number ({in_all}); --encode onehot makes a column of each text"
-                    raise InputError(table.where(int(rows[0]), j), texts[int(values[rows[0]])], right)
+                    row = int(np.flatnonzero(~np.isnan(values))[0])
+                    different = len({text for t in tables for text in t.texts[j] or ()})
+                    name = f" (--ignore {table.names[j]} leaves it out)" if table.header else ""
+                    right = f"a number; --encode onehot makes a column of each of the {different:,} texts in this column{name}"
+                    raise InputError(table.where(row, j), texts[int(values[row])], right)
     if rules.impute == "none":
         for table in tables:
             if np.isnan(table.values[:, own]).any():

@@ -29,7 +29,7 @@ from .targets import Array
 from .transform import Transform
 
 CHUNK = 1 << 22  # numbers at a time
-ROUNDING = 1e-13  # share of the mean below which a deviation is rounding: the column is constant
+ROUNDING = 1e-15  # share of the mean below which a deviation is rounding: the column is constant
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class Sums:
 
 def sums(chunks: Iterable[Array]) -> Sums:
     """Return count and sum of a site's values, by feature."""
-    parts = [((~np.isnan(f)).sum(0).astype(np.float64), np.nansum(f, 0)) for f in chunks]
+    parts = [((~np.isnan(f)).sum(0).astype(np.float64), _total(f)) for f in chunks]
     return Sums(np.sum([count for count, _ in parts], 0), np.sum([total for _, total in parts], 0))
 
 
@@ -67,9 +67,14 @@ def deviations(chunks: Iterable[Array], mean: Array) -> Sums:
     parts = []
     for features in chunks:
         off = features - mean
-        parts.append(((~np.isnan(off)).sum(0).astype(np.float64), np.nansum(off, 0), np.nansum(off * off, 0)))
+        parts.append(((~np.isnan(off)).sum(0).astype(np.float64), _total(off), _total(off * off)))
     count, total, squares = (np.sum(column, 0) for column in zip(*parts, strict=True))
     return Sums(count, total, squares)
+
+
+def _total(values: Array) -> Array:
+    """Return the sum of each column, by pairs: numpy adds rows one by one, and a long constant column would not stay one."""
+    return np.asarray(np.where(np.isnan(values), 0.0, values).T.copy().sum(1))
 
 
 def add(parts: Sequence[Sums]) -> Sums:
