@@ -55,7 +55,7 @@ def test_a_constant_is_not_divided_by_its_rounding() -> None:
     mean, std = pooled(parts)
     np.testing.assert_allclose(mean, [0.1, 1e9 + 0.1, 0.0], rtol=1e-15)
     assert std.tolist() == [1, 1, 1]
-    assert pooled([*parts, np.full((1, 3), 2e9)])[1].min() > 1e8, "what varies is divided by its deviation"
+    assert pooled([*parts, np.full((1, 3), 2e9)])[1].min() > 1e6, "what varies is divided by its deviation"
 
 
 def test_sums_from_a_site_are_checked() -> None:
