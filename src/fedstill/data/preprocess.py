@@ -140,14 +140,11 @@ class Preparation:
     def from_dict(cls, record: Mapping[str, Any], clients: int, channels: int) -> Preparation:
         """Return the record that `to_dict` wrote for so many clients; raise `Unreadable` where it is none."""
         rules, own = field(record, "rules", dict), items(record, "own", dict) if "own" in record else []
-        try:
-            known = Preprocessing(**{name: rules[name] for name in Preprocessing().to_dict()})
-        except (KeyError, InputError) as error:
-            raise Unreadable(f"rules of preprocessing ({error})") from None
+        known = Preprocessing.from_dict(rules)
         columns = Columns.from_dict(field(record, "columns", dict)) if "columns" in record else None
         width = channels if columns is None else columns.width
         shared = Transform.from_dict(field(record, "shared", dict), width) if "shared" in record else None
-        if len(own) not in (0, clients) or (shared is None) != bool(own):
+        if len(own) not in (0, clients) or (shared is not None and own):
             raise Unreadable("how all clients' samples were prepared, or each client's")
         transforms = tuple(Transform.from_dict(one, width) for one in own)
         return cls(known, columns, tuple(items(record, "label", str)), shared, transforms)
@@ -227,11 +224,20 @@ class Values:
 
     def first(self) -> Sums:
         """Return the sums of the first exchange."""
-        return sums(self.chunks())
+        return self._seen(sums(self.chunks()))
 
     def second(self, mean: Array) -> Sums:
         """Return the sums of the second exchange."""
-        return deviations(self.chunks(), mean)
+        return self._seen(deviations(self.chunks(), mean))
+
+    def _seen(self, found: Sums) -> Sums:
+        """Return sums that say of a category only whether there is a sample of it."""
+        if self.data.columns is not None:
+            kinds = ~self.data.columns.numeric
+            found.total[kinds] = found.total[kinds] > 0
+            if found.squares is not None:
+                found.total[kinds] = found.squares[kinds] = 0.0
+        return found
 
     def medians(self) -> Array:
         """Return the median of each feature; NaN where there is no value."""

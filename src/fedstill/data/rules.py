@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from ..core.errors import InputError
+from ..core.reading import Unreadable
 
 SITE, FEDERATED = "site", "federated"
 IMPUTE = ("none", "drop", "mean", "mean:federated", "mean:site", "median", "median:site")
@@ -103,6 +105,14 @@ class Preprocessing:
         """The rules that only tables can follow, where they are not the defaults."""
         names = ("label", "ignore", "impute", "encode")
         return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(PLAIN, name)}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Preprocessing:
+        """Return the rules that `to_dict` wrote; raise `Unreadable` where they are none."""
+        try:
+            return cls(**{f.name: record[f.name] for f in fields(cls)})
+        except (KeyError, InputError) as error:
+            raise Unreadable(f"rules of preprocessing ({error})") from None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rules as plain JSON values."""
