@@ -129,3 +129,17 @@ def test_the_rules_are_part_of_the_run(place: Path, capsys: pytest.CaptureFixtur
     assert about["features"] == ["age", "BMI", "sex=f", "sex=m", "smoker=no", "smoker=yes", "blood pressure"]
     assert len(about["own"]) == 1
     assert about["own"][0] == run.outline.preparation.own[2].to_dict()
+
+
+def test_the_page_about_data_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = [b for b in BLOCKS if b.page == "docs/data.md" and b.language == "python" and "Preprocessing" in b.text]
+    (tmp_path / "block.py").write_text(block.text)
+    runpy.run_path("block.py")
+    said = capsys.readouterr().out
+    assert "('age', 'sex=f', 'sex=m')" in said
+    assert "numbers are scaled by mean and deviation of all sites' training samples" in said
+    assert (
+        main(["data", "show", "--data", "patients.csv", "--label", "ill", "--encode", "onehot", "--clients", "4"]) == 0
+    )
+    assert "texts become a column for each category: sex (2)" in capsys.readouterr().out

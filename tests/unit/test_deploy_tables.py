@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 
 import fedstill as fs
 from fedstill.core import tree
@@ -119,6 +120,7 @@ def test_sites_give_the_numbers_of_one_place(party: Hospitals, rules: dict[str, 
     assert sites.outline.labels == ("flu", "ill", "well")
     assert sites.outline.preparation is not None
     assert sites.outline.preparation.columns.features == ("age", "sex=d", "sex=f", "sex=m", "pressure")  # type: ignore[union-attr]
+    assert sites.outline.preparation.labels == ("diagnosis",)
     assert audit.of_hub(party.folder / "run") == []
     party.stop()
     for name in NAMES:
@@ -153,6 +155,10 @@ def test_what_leaves_a_site_is_sums(party: Hospitals) -> None:
     }
     assert about["labels"] == ["flu", "ill", "well"]
     assert parse_about(about)["table"]["gaps"] == about["table"]["gaps"]
+    (served,) = (party.folder / "b").glob("*/personal.safetensors")
+    with safe_open(served, "pt") as file:
+        about = json.loads(file.metadata()["preprocessing"])
+    assert about["label"] == ["diagnosis"], "so that the site can prepare new patients alike"
     kept = json.loads((party.folder / "run" / "deployment.json").read_text())["preparation"]
     assert kept["agreed"]["rules"]["normalise"] == "federated"
 

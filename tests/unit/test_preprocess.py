@@ -52,6 +52,9 @@ def test_sums_of_sites_give_the_pooled_mean_and_deviation(offset: float, scale: 
 
 def test_a_constant_is_not_divided_by_its_rounding() -> None:
     parts = [np.full((n, 3), (0.1, 1e9 + 0.1, 0.0)) for n in (3, 10, 77, 50_000)]
+    for _ in range(100):
+        value, sizes = RNG.normal() * 10.0 ** RNG.integers(-6, 12), RNG.integers(1, 2000, RNG.integers(1, 6))
+        assert pooled([np.full((int(n), 1), value) for n in sizes])[1].tolist() == [1]
     mean, std = pooled(parts)
     np.testing.assert_allclose(mean, [0.1, 1e9 + 0.1, 0.0], rtol=1e-15)
     assert std.tolist() == [1, 1, 1]

@@ -29,7 +29,6 @@ from .targets import Array
 from .transform import Transform
 
 CHUNK = 1 << 22  # numbers at a time
-ROUNDING = 1e-15  # share of the mean below which a deviation is rounding: the column is constant
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +96,10 @@ def moments_of(mean: Array, totals: Sums) -> tuple[Array, Array]:
     assert totals.squares is not None
     shift = mean_of(totals)
     variance = totals.squares / np.maximum(totals.count, 1.0) - shift * shift
-    std = np.sqrt(np.maximum(variance, 0.0))
-    return mean + shift, np.where(std > ROUNDING * np.abs(mean + shift), std, 1.0)
+    std = np.sqrt(
+        np.maximum(variance, 0.0)
+    )  # exactly 0 of a constant: it is a few units of rounding from `mean`, all alike
+    return mean + shift, np.where(std > 0, std, 1.0)
 
 
 # ---- what is kept ----------------------------------------------------------------------------------------------------

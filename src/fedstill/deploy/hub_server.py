@@ -13,7 +13,7 @@ from ..core.errors import TrainingError
 from ..core.objective import OBJECTIVES
 from ..core.reading import items
 from ..core.version import __version__
-from ..data.columns import Columns
+from ..data.columns import LONGEST_NAME, Columns
 from ..transport.sites import Sites
 
 LARGEST_ANSWER = 32 << 20  # bytes of what a site answers before a run
@@ -223,4 +223,5 @@ def _parse_table(table: object, shape: list[int]) -> dict[str, Any]:
     columns, gaps = Columns.from_dict(table["columns"]), items(table, "gaps", int, least=0)
     if shape != [len(columns.names)] or len(gaps) != len(columns.names):
         raise ValueError
-    return {"columns": columns.to_dict(), "gaps": gaps}
+    label = [name[:LONGEST_NAME] for name in items(table, "label", str)]
+    return {"columns": columns.to_dict(), "gaps": gaps, "label": label}

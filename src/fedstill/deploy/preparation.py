@@ -52,11 +52,12 @@ class Agreed:
     rules: Preprocessing
     columns: Columns | None  # of tables
     labels: tuple[str, ...]  # the names of the classes; empty: they are numbered
+    label: tuple[str, ...] = ()  # the columns of labels, where they have the same names everywhere
 
     def to_dict(self) -> dict[str, Any]:
         """Return this as plain JSON values."""
         columns = {} if self.columns is None else {"columns": self.columns.to_dict()}
-        return {"rules": self.rules.to_dict(), "labels": list(self.labels), **columns}
+        return {"rules": self.rules.to_dict(), "labels": list(self.labels), "label": list(self.label), **columns}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Agreed:
@@ -65,7 +66,8 @@ class Agreed:
         labels = tuple(items(record, "labels", str))
         if len(set(labels)) < len(labels) or any(len(n) > LONGEST_NAME or not can_be_shown(n) for n in labels):
             raise Unreadable("classes with names that differ")
-        return cls(Preprocessing.from_dict(field(record, "rules", dict)), columns, labels)
+        label = tuple(items(record, "label", str))
+        return cls(Preprocessing.from_dict(field(record, "rules", dict)), columns, labels, label)
 
 
 def totals_to_dict(totals: Totals) -> dict[str, Any]:
@@ -235,7 +237,9 @@ class Prepared:
         """Return what the hub knows of how samples were made: nothing of statistics that are a site's own."""
         rules, columns = self.agreed.rules, self.agreed.columns
         own = SITE in (rules.fill_scope, rules.normalise)
-        return Preparation(rules, columns, (), None if own else transform_of(rules, columns, self.totals))
+        return Preparation(
+            rules, columns, self.agreed.label, None if own else transform_of(rules, columns, self.totals)
+        )
 
 
 def agree(rules: Preprocessing, names: Sequence[str], abouts: Sequence[Mapping[str, Any]]) -> Agreed | None:
@@ -279,7 +283,9 @@ def agree(rules: Preprocessing, names: Sequence[str], abouts: Sequence[Mapping[s
         labels = sorted({label for own in named for label in own})
     if not rules.raw and not any(kinds) and all(own == labels for own in named):
         return None
-    return Agreed(rules, Columns(own[0].names, tuple(kinds), own[0].named), tuple(labels))
+    targets = {tuple(table["label"]) for table in tables if table is not None}
+    label = targets.pop() if len(targets) == 1 else ()
+    return Agreed(rules, Columns(own[0].names, tuple(kinds), own[0].named), tuple(labels), label)
 
 
 Question = Callable[[bytes], Mapping[str, bytes]]
