@@ -14,6 +14,7 @@ import io
 import itertools
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -225,7 +226,16 @@ def idx_oracle(raw: bytes, data: Any, original: Any) -> None:
 def csv_oracle(raw: bytes, data: Any, original: Any) -> None:
     """CSV, cell by cell."""
     check_dataset(data, "csv")
-    rows = [r for r in csv.reader(io.StringIO(raw.decode("utf-8-sig"), newline="")) if any(c.strip() for c in r)]
+    text = raw.decode("utf-8-sig")
+    for separator in "\t;,":  # the first that divides all rows alike
+        table = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+        rows = [r for r in table if any(c.strip() for c in r)]
+        if len(rows[0]) > 1 and len({len(r) for r in rows}) == 1:
+            break
+    if separator != ",":
+        rows = [
+            [c.replace(",", ".") if re.fullmatch(r"[+-]?\d+,\d+(e\d+)?", c.strip()) else c for c in r] for r in rows
+        ]
     names = [c.strip().lower() for c in rows[0]]
     label = next((i for i, c in enumerate(names) if c in ("label", "y")), len(names) - 1)
     body = rows[1:] if any(c in ("label", "y") for c in names) or not any(map(numeric, rows[0])) else rows

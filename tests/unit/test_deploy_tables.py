@@ -16,12 +16,14 @@ import fedstill as fs
 from fedstill.core import tree
 from fedstill.core.errors import InputError, TrainingError
 from fedstill.data import Federation, Preprocessing, load
+from fedstill.data.columns import Columns
 from fedstill.data.federation import Client
 from fedstill.data.preprocess import fit
 from fedstill.deploy import audit
 from fedstill.deploy.data import SiteData
 from fedstill.deploy.hub_server import parse_about
-from fedstill.deploy.preparation import FEWEST
+from fedstill.deploy.preparation import FEWEST, Agreed, agree, prepare
+from fedstill.deploy.site import SiteClient
 from fedstill.run.experiment import Experiment
 
 from .test_deploy import NAMES, Party
@@ -246,3 +248,50 @@ def test_arrays_are_scaled_too(tmp_path: Path) -> None:
         torch.testing.assert_close(
             merged[entry], leaf, rtol=0, atol=1e-7
         )  # float32 samples of two ways to compute them
+
+
+def test_sums_that_are_none_are_one_line(party: Hospitals) -> None:
+    """Of a site that answers with something else, and of a hub that asks for something else."""
+    sites = {name: party.own(name) for name in NAMES}
+    abouts = [parse_about({**own.about(), "machine": {"clock": 0, "memory": 0, "disk": 0}}) for own in sites.values()]
+    agreed = agree(Preprocessing(**RULES), NAMES, abouts)
+    assert agreed is not None
+    clients = {name: SiteClient(party.folder / name, own) for name, own in sites.items()}
+    right = {
+        name: client.prepare(json.dumps({"agreed": agreed.to_dict()}).encode()) for name, client in clients.items()
+    }
+    good = json.loads(right["b"])
+
+    def changed(**sums: Any) -> bytes:
+        return json.dumps({**good, "sums": {**good["sums"], **sums}}).encode()
+
+    for wrong in (
+        b"",
+        b"[]",
+        b'{"sizes": {"train": 0}}',
+        b'{"sizes": {}, "sums": 3}',
+        changed(count=[1, 2]),
+        changed(total="x"),
+    ):
+        with pytest.raises(TrainingError, match="site b: its") as caught:
+            prepare(agreed, NAMES, lambda body, wrong=wrong: {**right, "b": wrong})  # type: ignore[misc]
+        assert str(caught.value).isprintable()
+    for question in (b"", b"[1]", b"{}", json.dumps({"agreed": {**agreed.to_dict(), "rules": {}}}).encode()):
+        with pytest.raises(InputError, match="question = of the hub: should be"):
+            clients["a"].prepare(question)
+    other = Agreed(agreed.rules, Columns(("age",), (None,)), agreed.labels)
+    with pytest.raises(InputError, match="with the columns age"):
+        clients["a"].prepare(json.dumps({"agreed": other.to_dict()}).encode())
+    counting = SiteClient(party.folder / "d", sites["a"], max_epsilon=3.0)
+    with pytest.raises(
+        InputError, match=r"max_epsilon = 3\.0: should be 0: sums of training samples are nothing that ε counts"
+    ):
+        counting.prepare(json.dumps({"agreed": agreed.to_dict()}).encode())
+    with pytest.raises(
+        InputError, match="a table with gaps or texts: should be numbers without gaps, or a run that says"
+    ):
+        sites["a"].under(None)
+    answer, _ = party.hub_server.answer(
+        "a", {"do": "hello", "version": fs.__version__, "about": {**abouts[0], "table": 3}}, b""
+    )
+    assert answer == {"refused": "what it tells of itself cannot be read"}

@@ -20,6 +20,7 @@ from fedstill.data.columns import Columns
 from fedstill.data.outline import Outline
 from fedstill.data.own import read
 from fedstill.data.preprocess import Preparation, Sums, add, deviations, fit, mean_of, moments_of, sums
+from fedstill.run.prepare import federation_of
 
 RNG = np.random.default_rng(0)
 
@@ -263,8 +264,18 @@ def test_statistics_of_a_site_do_not_fit_samples_of_nobody(tmp_path: Path) -> No
         InputError, match="normalise = 'site': should be 'none' or 'federated' where there are samples of no"
     ):
         Federation.from_dataset(data, partition="iid", clients=2, pool="train")
-    with pytest.raises(InputError, match="normalise = 'site': should be 'none' with privacy 'local'"):
-        fs.Experiment(normalise="site", privacy="local")
+
+
+def test_what_privacy_does_not_count_is_refused(tmp_path: Path) -> None:
+    """Before data are read, and for a federation that was made in Python."""
+    private: dict[str, Any] = {"privacy": "local", "noise_multiplier": 1.0, "clip_norm": 1.0}
+    with pytest.raises(InputError, match="normalise = 'site': should be 'none' with privacy 'local': ε does not count"):
+        federation_of(fs.Experiment(normalise="site", data=str(tmp_path / "nowhere"), **private))
+    with pytest.raises(InputError, match="impute = 'mean': should be 'drop' with privacy 'local'"):
+        federation_of(fs.Experiment(impute="mean", data=str(tmp_path / "nowhere"), **private))
+    fed = federation(tmp_path / "a", impute="mean", normalise="federated")
+    with pytest.raises(InputError, match="normalise = 'federated': should be 'none' with privacy 'local'"):
+        fs.simulate(method=fs.FedAvg(), model=torch.nn.Linear(6, 2), data=fed, rounds=1, **private)
 
 
 # ---- what is kept ----------------------------------------------------------------------------------------------------
@@ -339,8 +350,6 @@ def test_external_tables_are_prepared_alike(tmp_path: Path) -> None:
     (tmp_path / "b" / "x.csv").write_text("age,bmi,sex,fixed,label\n50,26,f,7.1,1\n,30,x,7.1,0\n")
     rules = {"impute": "mean", "encode": "onehot"}
     experiment = fs.Experiment(data=str(tmp_path / "a"), external=str(tmp_path / "b"), normalise="federated", **rules)
-    from fedstill.run.prepare import federation_of
-
     fed = federation_of(experiment)
     assert fed.external is not None
     assert fed.preparation is not None

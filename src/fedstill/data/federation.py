@@ -250,7 +250,9 @@ class Federation:
         if scheme.kind == "file":
             seed = load_record(Path(str(scheme.parameter))).seed  # the same split into train and test, too
         samples = len(dataset.x) + (0 if dataset.test_x is None else len(dataset.test_x))
-        numbers = samples * math.prod(dataset.shape)
+        numbers = (
+            samples * math.prod(dataset.shape) * (1 if dataset.columns is None else 3)
+        )  # features are float64 first
         # the clients' float32 samples, and the two official parts as one
         require("data", dataset.name, 4 * numbers + (dataset.x.itemsize * numbers if pool == "all" else 0))
         data = dataset.pooled() if pool == "all" else dataset

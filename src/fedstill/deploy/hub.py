@@ -23,6 +23,7 @@ from ..run import simulation
 from ..run.callbacks import Progress
 from ..run.experiment import Experiment
 from ..run.journal import Journal
+from ..run.legal import check_statistics
 from ..run.prepare import Simulation
 from ..run.result import Run
 from ..server.coordinator import Record
@@ -201,6 +202,7 @@ def check(experiment: Experiment) -> Experiment:
         if is_reference(name):
             why = "a site runs no code on a hub's word"
             raise InputError("metrics", name, f"one that comes with fedstill in a deployment: {why}")
+    check_statistics(experiment, experiment.preprocessing())
     for name in ("label", "ignore"):
         if getattr(experiment, name):
             right = f"left out in a deployment: a site's owner says it (fedstill site start --{name})"

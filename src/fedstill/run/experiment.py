@@ -169,11 +169,7 @@ class Experiment(Training):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_method(self.method)
-        rules = self.preprocessing()
-        if self.privacy != "off" and rules.fitted:
-            field = "normalise" if rules.scales else "impute"
-            right = f"{'none' if rules.scales else 'drop'!r} with privacy {self.privacy!r}: ε does not count such statistics"
-            raise InputError(field, getattr(self, field), right)
+        self.preprocessing()  # refuses rules that there are not
 
     def preprocessing(self) -> Preprocessing:
         """Return what is done with the samples before they are trained on."""
