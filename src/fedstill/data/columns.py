@@ -18,7 +18,7 @@ from .targets import Array
 
 LONGEST_NAME = 200  # signs of a column, a class or a category
 MOST_TEXTS = 1000  # different texts in a column
-MOST_FEATURES = 1 << 16
+MOST_FEATURES = 1 << 18  # and columns of a file
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import io
 import itertools
 import os
 import re
+from collections import defaultdict
 from collections.abc import Collection, Generator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ import numpy as np
 
 from ..core.errors import InputError, Shown, can_be_shown, first_line
 from ..core.memory import in_words, require
-from .columns import LONGEST_NAME, MOST_TEXTS
+from .columns import LONGEST_NAME, MOST_FEATURES, MOST_TEXTS
 from .files import regular, wrong
 from .targets import Array
 
@@ -103,7 +104,7 @@ def read_table(
         except (UnicodeDecodeError, csv.Error) as error:
             raise wrong(path, f"a CSV file in UTF-8 ({first_line(error)})") from None
     reader.check(labels)
-    known = tuple(tuple(seen.texts) if j in reader.texts else None for j, seen in enumerate(reader.seen))
+    known = tuple(tuple(reader.seen[j].texts) if j in reader.texts else None for j in range(width))
     return Table(path, separator, header, values, known)
 
 
@@ -123,7 +124,7 @@ class _Reader:
         """Read the columns `texts` as texts, of which somebody has named those in `given`."""
         self.path, self.separator, self.header, self.width = path, separator, header, width
         self.given, self.texts, self.skipped = given, set(texts), skipped
-        self.seen = [_Seen() for _ in range(width)]
+        self.seen: dict[int, _Seen] = defaultdict(_Seen)  # of columns of texts
         self.late: set[int] = set()  # columns whose first text comes after a number
         self.began: set[int] = set()  # columns that have had a number, in rows that were read cell by cell
         self.fast = False  # whether a row was read as a whole
@@ -156,7 +157,7 @@ class _Reader:
         """Return a cell's number, or the number of its text."""
         if column in self.skipped or cell.lower() in GAPS:
             return np.nan
-        seen, value = self.seen[column], self._as_number(line, column, cell)
+        value = self._as_number(line, column, cell)
         if column not in self.texts:
             if value is not None:
                 self.began.add(column)
@@ -165,6 +166,7 @@ class _Reader:
                 self.late.add(column)
                 return np.nan
             self.texts.add(column)
+        seen = self.seen[column]
         if value is None:
             seen.others += 1
             seen.text = seen.text if seen.others > 1 else (line, cell)
@@ -205,7 +207,7 @@ class _Reader:
             if not self.decimals.certain:
                 right = f"with a decimal point or without a comma: it may be {cell.replace(',', '.')} or {cell.replace(',', '')}"
                 raise InputError(place(self.path, line, column, self.header), cell, right)
-        for j, seen in enumerate(self.seen):
+        for j, seen in sorted(self.seen.items()):
             if j in self.given or not seen.numbers or not seen.others or j in self._label_columns(labels):
                 continue
             if seen.numbers >= seen.others:
@@ -280,16 +282,21 @@ def _first(path: Path, file: IO[bytes], separator: str, labels: Collection[str])
 
 def _count_cells(path: Path, file: IO[bytes]) -> int:
     """Return at most how many cells a CSV file has; refuse one that would not fit into the memory, or with endless lines."""
-    counts, lines, quotes, longest = dict.fromkeys((b",", b";", b"\t"), 0), 0, 0, 0
+    counts, widest = dict.fromkeys((b",", b";", b"\t"), 0), 0
+    lines = quotes = longest = 0
     size = os.fstat(file.fileno()).st_size
     while line := file.readline(LONGEST_LINE + 1):
         longest = max(longest, len(line))
         quotes += line.count(b'"') if lines else line.count(b'"') % 2  # a header is often quoted
-        counts = {sign: count + line.count(sign) for sign, count in counts.items()}
+        here = {sign: line.count(sign) for sign in counts}
+        counts = {sign: count + here[sign] for sign, count in counts.items()}
+        widest = max(widest, *here.values())
         lines += 1 + line.rstrip(b"\r\n").count(b"\r")
     file.seek(0)
     if longest > LONGEST_LINE:
         raise wrong(path, f"a CSV file with lines of at most {in_words(LONGEST_LINE)}")
+    if widest >= MOST_FEATURES:
+        raise wrong(path, f"a CSV file with at most {MOST_FEATURES:,} columns (a line has {widest + 1:,})")
     cells = max(counts.values()) + lines
     # each number, its copy without the label, and as float32; a row of texts, which may be the whole file within quotes
     require("data file", str(path), 20 * cells + 60 * min(size if quotes else longest, cells))
