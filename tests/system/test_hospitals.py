@@ -129,6 +129,10 @@ def test_the_rules_are_part_of_the_run(place: Path, capsys: pytest.CaptureFixtur
     assert about["features"] == ["age", "BMI", "sex=f", "sex=m", "smoker=no", "smoker=yes", "blood pressure"]
     assert len(about["own"]) == 1
     assert about["own"][0] == run.outline.preparation.own[2].to_dict()
+    with safe_open(fs.export(run, "generic.safetensors").path, "pt") as file:
+        assert "own" not in json.loads(file.metadata()["preprocessing"]), (
+            "no site's statistics go with the generic model"
+        )
 
 
 def test_the_page_about_data_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

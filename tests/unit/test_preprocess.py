@@ -19,7 +19,8 @@ from fedstill.data import Dataset, Federation, Preprocessing, load
 from fedstill.data.columns import Columns
 from fedstill.data.outline import Outline
 from fedstill.data.own import read
-from fedstill.data.preprocess import Preparation, Sums, add, deviations, fit, mean_of, moments_of, sums
+from fedstill.data.preprocess import Preparation, fit
+from fedstill.data.sums import Sums, add, deviations, mean_of, moments_of, sums
 from fedstill.run.prepare import federation_of
 
 RNG = np.random.default_rng(0)

@@ -1,7 +1,7 @@
 """Preprocessing over sites: they agree on columns and classes, give sums of their training samples, and are given the totals.
 
 Before a run the hub asks all its sites twice (`HubServer.question`): for the numbers of samples and the sums of
-`data.preprocess`, then, with the common mean, for those of deviations. What leaves a site is the names of its columns, of its
+`data.sums`, then, with the common mean, for those of deviations. What leaves a site is the names of its columns, of its
 categories and classes, how many gaps a column has, and sums over at least `FEWEST` training samples; of a category only whether
 a training sample has it. The totals are part of what the run is set up with, and are kept with it.
 """
@@ -26,19 +26,10 @@ from ..data.columns import LONGEST_NAME, Columns
 from ..data.dataset import Dataset, Ints
 from ..data.federation import Client
 from ..data.partition import deal
-from ..data.preprocess import (
-    Preparation,
-    Sums,
-    Totals,
-    Values,
-    add,
-    applied,
-    mean_of,
-    shared_needed,
-    transform_of,
-)  # fmt: skip
+from ..data.preprocess import Preparation, Totals, Values, applied, shared_needed, transform_of
 from ..data.rules import SITE, Preprocessing
 from ..data.split import parse_split, split_indices
+from ..data.sums import Sums, add, mean_of
 from ..data.transform import Transform
 
 FEWEST = 5  # values that a site gives a sum of

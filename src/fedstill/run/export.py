@@ -140,7 +140,7 @@ def about(run: Run, client: int | None) -> dict[str, str]:
             "std": json.dumps(list(outline.std)),
         }
         if outline.preparation is not None:
-            data["preprocessing"] = json.dumps(outline.preparation.to_dict(client), ensure_ascii=False)
+            data["preprocessing"] = json.dumps(outline.preparation.only(client).to_dict(), ensure_ascii=False)
     return {
         "format": "pt",
         "fedstill": __version__,
