@@ -255,6 +255,7 @@ def test_images(tmp_path: Path, normalise: str) -> None:
             right = (before - mean) / std
         np.testing.assert_allclose(client.x_train.double().numpy(), right, atol=2e-6)
     assert bool(fed.mean) == (normalise in ("auto", "federated"))
+    assert len(fed.notes) == (normalise in ("federated", "site"))
 
 
 def test_statistics_of_a_site_do_not_fit_samples_of_nobody(tmp_path: Path) -> None:

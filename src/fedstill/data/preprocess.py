@@ -6,6 +6,7 @@ Gaps count in no statistic and are filled afterwards. Test and validation sample
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,11 +87,19 @@ class Fitted:
         """Return the data set as a client's samples are made of it; without a client, as all clients' are."""
         if self.preparation is None:
             return self.data
+        if self.preparation.shared is not None:
+            return self._alike
         try:
             return applied(self.data, self.preparation.of(client))
         except InputError:
             right = f"'none' or {FEDERATED!r} where there are samples of no client: no site's statistics are theirs"
             raise InputError("normalise", self.preparation.rules.normalise, right) from None
+
+    @functools.cached_property
+    def _alike(self) -> Dataset:
+        """The data set as all clients' samples are made of it."""
+        assert self.preparation is not None
+        return applied(self.data, self.preparation.of(None))
 
     def scaling(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return mean and deviation by channel of images that are all scaled alike; empty where they are not."""
@@ -267,9 +276,9 @@ def _check_filled(values: Array, columns: Columns | None, rules: Preprocessing, 
 
 def _notes(data: Dataset, rules: Preprocessing) -> tuple[str, ...]:
     """Return a line for each rule, which says what it did to the samples."""
-    if data.columns is None:
-        return ()
     whose = {SITE: "of each site's own training samples", FEDERATED: "of all sites' training samples"}
+    if data.columns is None:
+        return (f"channels are scaled by mean and deviation {whose[rules.normalise]}",) if rules.scales else ()
     notes = []
     numbers = [j for j, kinds in enumerate(data.columns.categories) if kinds is None]
     gaps = {data.columns.names[j]: int(np.isnan(data.x[:, j]).sum()) for j in numbers if data.x.dtype.kind == "f"}
