@@ -279,6 +279,12 @@ def test_sums_that_are_none_are_one_line(party: Hospitals) -> None:
     for question in (b"", b"[1]", b"{}", json.dumps({"agreed": {**agreed.to_dict(), "rules": {}}}).encode()):
         with pytest.raises(InputError, match="question = of the hub: should be"):
             clients["a"].prepare(question)
+    with pytest.raises(InputError, match="mean = 2 numbers: should be 5, one for each feature"):
+        clients["a"].prepare(json.dumps({"agreed": agreed.to_dict(), "mean": [0.0, 1.0]}).encode())
+    short = {"count": [3.0], "mean": [0.0], "std": [1.0]}
+    for totals in ({}, {"totals": short}, {"totals": {**short, "std": [0.0]}}, {"totals": 3}):
+        with pytest.raises(InputError, match="= of the hub: should be"):
+            sites["a"].under({"agreed": agreed.to_dict(), **totals})
     other = Agreed(agreed.rules, Columns(("age",), (None,)), agreed.labels)
     with pytest.raises(InputError, match="with the columns age"):
         clients["a"].prepare(json.dumps({"agreed": other.to_dict()}).encode())

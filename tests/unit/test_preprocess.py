@@ -312,6 +312,16 @@ def test_a_new_table_is_prepared_as_the_clients_was(tmp_path: Path, rules: dict[
     bmi = (transform.fill[1] - transform.mean[1]) / transform.std[1]
     assert new.x[0, 1].item() == pytest.approx(bmi, abs=1e-6)
     assert new.x[0, 0].item() == pytest.approx((50.5 - transform.mean[0]) / transform.std[0], rel=1e-6)
+    rows = "".join(f"7.1,f,note {i},26,{i},{i % 2}\n" for i in range(1500))
+    (tmp_path / "new.csv").write_text("fixed,sex,note,bmi,age,label\n" + rows)  # the notes are not even read
+    many = read(tmp_path / "new.csv", outline, 1)
+    assert many.y is not None
+    assert many.y.tolist() == [i % 2 for i in range(1500)]
+    (tmp_path / "new.csv").write_text("50,26,f,7.1,1\n")
+    with pytest.raises(
+        InputError, match=r"with a header, or 4 columns as the run's features \(it has 5 and no header\)"
+    ):
+        read(tmp_path / "new.csv", outline, 1)  # nobody knows which is the label
     (tmp_path / "new.csv").write_text("sex,age\nf,50\n")
     with pytest.raises(InputError, match=r"with the column .*: 'bmi' is not there"):
         read(tmp_path / "new.csv", outline, 1)

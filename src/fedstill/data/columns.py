@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import InputError, Shown, can_be_shown
+from ..core.memory import require
 from ..core.reading import Unreadable, field, items
 from .targets import Array
 
@@ -54,6 +55,7 @@ class Columns:
         """Return features as float64: a gap of a number stays NaN; a gap or an unknown category is zeros in all its columns."""
         if not any(kinds is not None for kinds in self.categories):
             return x.astype(np.float64)
+        require("data", f"{len(x):,} samples of {self.width:,} features", 12 * len(x) * self.width)  # and as float32
         out, start = np.zeros((len(x), self.width)), 0
         for j, kinds in enumerate(self.categories):
             if kinds is None:

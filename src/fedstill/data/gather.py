@@ -12,7 +12,7 @@ from ..core.errors import InputError, Shown, nearest
 from .columns import MOST_FEATURES, MOST_TEXTS, Columns
 from .files import wrong
 from .rules import Preprocessing
-from .tables import Table, label_columns, read_table
+from .tables import LABELS, Table, label_columns, read_table
 from .targets import Array
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -90,31 +90,30 @@ def gather(paths: Sequence[Path], rules: Preprocessing) -> Gathered:
 def read_alike(path: Path, columns: Columns, labels: Sequence[str], rules: Preprocessing) -> tuple[Array, Array | None]:
     """Read a file with the columns of a run, found by name, and its labels where it has any; other columns are left out."""
     as_texts = [name for name, kinds in zip(columns.names, columns.categories, strict=True) if kinds is not None]
-    table = read_table(path, (*labels, *columns.names), as_texts)
-    if columns.named and table.header is not None:
-        for name in columns.names:
-            if name not in table.header:
-                raise InputError(
-                    "data", str(path), f"with the column {nearest(name, table.header)}: {name!r} is not there"
-                )
-        own = [table.header.index(name) for name in columns.names]
-        found = [table.header.index(name) for name in labels if name in table.header]
-    elif table.values.shape[1] in (len(columns.names), len(columns.names) + (len(labels) or 1)):
-        found = label_columns(path, table.header, table.values.shape[1], ())
-        found = found if table.values.shape[1] > len(columns.names) else []
-        own = [j for j in range(table.values.shape[1]) if j not in found]
+    usual = [name for name in LABELS if name not in columns.names]
+    table = read_table(path, (*labels, *usual), as_texts, only=(*columns.names, *labels, *usual))
+    header, width = table.header, len(columns.names)
+    if header is None:
+        if table.values.shape[1] != width:
+            right = f"with a header, or {width} columns as the run's features (it has {table.values.shape[1]} and no header)"
+            raise InputError("data", str(path), right)
+        own, found = list(range(width)), []
     else:
-        right = (
-            f"with {len(columns.names)} columns, as the run's, and a header (it has {table.values.shape[1]} and none)"
-        )
-        raise InputError("data", str(path), right)
-    if found and np.isnan(table.values[:, found]).any():
-        found = []  # a column of labels that are not known: no score, but predictions
+        for name in columns.names:
+            if name not in header:
+                raise InputError("data", str(path), f"with the column {nearest(name, header)}: {name!r} is not there")
+        own = [header.index(name) for name in columns.names]
+        found = [header.index(name) for name in labels if name in header]
+        found = found if len(found) == len(labels) else []
+        if not found and len(labels) < 2:
+            found = [j for j, name in enumerate(header) if name in usual][:1]
+    if np.isnan(table.values[:, found]).any():
+        found = []  # labels that are not known: no score, but predictions
     x = np.column_stack([_coded(table, j, kinds) for j, kinds in zip(own, columns.categories, strict=True)])
     _check_finite(table, own)
     numbers = [j for j, kinds in zip(own, columns.categories, strict=True) if kinds is None]
     if not rules.fills and np.isnan(table.values[:, numbers]).any():
-        raise _gap(table, own, "a value: the run fills no gaps")
+        raise _gap(table, numbers, "a value: the run fills no gaps")
     return x, _labels(table, found) if found else None
 
 

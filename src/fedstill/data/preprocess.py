@@ -146,7 +146,7 @@ class Values:
 
     def chunks(self) -> Iterator[Array]:
         """Yield features as float64 [values, features]; of images every pixel is a value of its channel."""
-        step = max(1, CHUNK // max(1, math.prod(self.data.x.shape[1:])))
+        step = max(1, CHUNK // max(1, math.prod(self.data.shape)))
         for start in range(0, len(self.rows), step):
             x = self.data.x[self.rows[start : start + step]]
             if self.data.columns is not None:

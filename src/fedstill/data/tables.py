@@ -86,16 +86,24 @@ def place(path: Path, line: int, column: int, header: Collection[str] | None) ->
 
 
 def read_table(
-    path: Path, labels: Collection[str] = (), as_texts: Collection[str] = (), ignore: Collection[str] = ()
+    path: Path,
+    labels: Collection[str] = (),
+    as_texts: Collection[str] = (),
+    ignore: Collection[str] = (),
+    only: Collection[str] | None = None,
 ) -> Table:
-    """Read a CSV file. A header names `labels`; the columns `as_texts` are texts whatever they hold; `ignore` are not read."""
+    """Read a CSV file. A header names `labels`; the columns `as_texts` are texts whatever they hold.
+
+    Columns in `ignore`, or outside of `only`, are not read: all gaps.
+    """
     with regular(path) as file:
         cells = _count_cells(path, file)
         separator = separator_of(path, file)
         try:
             header, width = _first(path, file, separator, labels)
             texts = {j for j, name in enumerate(header or ()) if name in as_texts}
-            skipped = {j for j, name in enumerate(header or ()) if name in ignore}
+            left = (name in ignore or (only is not None and name not in only) for name in header or ())
+            skipped = {j for j, out in enumerate(left) if out}
             reader = _Reader(path, separator, header, width, texts, texts, skipped)
             values = reader.read(file, cells)
             if reader.late:  # texts where numbers stood before: once more, with these columns as texts

@@ -163,6 +163,8 @@ class Ready:
         sizes = {"train": len(self.train), "test": test, **({} if self.val is None else {"val": len(self.val)})}
         if not shared_needed(self.rules, self.data.columns):
             return {"sizes": sizes}
+        if mean is not None and len(mean) != self._width:
+            raise InputError("mean", Shown(f"{len(mean)} numbers"), f"{self._width}, one for each feature")
         found = self.values.first() if mean is None else self.values.second(np.array(mean, np.float64))
         few = np.flatnonzero((found.count > 0) & (found.count < FEWEST))
         if len(few):
@@ -170,11 +172,17 @@ class Ready:
             raise InputError("sums", shown, f"none or at least {FEWEST} at a site: fewer would tell of single samples")
         return {"sizes": sizes, "sums": found.to_dict()}
 
+    @property
+    def _width(self) -> int:
+        return int(self.data.x.shape[1]) if self.data.columns is None else self.data.columns.width
+
     def _feature(self, i: int) -> str:
         return f"channel {i + 1}" if self.data.columns is None else self.data.columns.features[i]
 
     def transform(self, totals: Totals | None) -> Transform:
         """Return how this site's samples are made."""
+        if shared_needed(self.rules, self.data.columns) and (totals is None or len(totals.count) != self._width):
+            raise InputError("totals", Shown("of the hub"), f"{self._width} numbers, one for each feature")
         return transform_of(self.rules, self.data.columns, totals, self.values, "here")
 
     def client(self, transform: Transform) -> Client:
