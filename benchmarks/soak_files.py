@@ -14,6 +14,7 @@ import io
 import itertools
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -167,6 +168,9 @@ def check_dataset(data: Dataset, what: str) -> None:
         assert x.dtype in (np.uint8, np.float32), what
         assert np.isfinite(x).all(), f"{what}: not finite"
         assert len(x) == len(y) > 0, what
+        if data.objective == "regression":  # labels with fractions
+            assert np.isfinite(y).all(), f"{what}: not finite"
+            continue
         assert y.dtype == np.int64, what
         assert 0 <= y.min() <= y.max() < data.classes <= MAX_CLASSES, f"{what}: labels {y.min()} to {y.max()}"
     for group, names in ((data.owner, data.groups), (data.domain, data.groups)):
@@ -225,14 +229,23 @@ def idx_oracle(raw: bytes, data: Any, original: Any) -> None:
 def csv_oracle(raw: bytes, data: Any, original: Any) -> None:
     """CSV, cell by cell."""
     check_dataset(data, "csv")
-    rows = [r for r in csv.reader(io.StringIO(raw.decode("utf-8-sig"), newline="")) if any(c.strip() for c in r)]
+    text = raw.decode("utf-8-sig")
+    for separator in "\t;,":  # the first that divides all rows alike
+        table = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+        rows = [r for r in table if any(c.strip() for c in r)]
+        if len(rows[0]) > 1 and len({len(r) for r in rows}) == 1:
+            break
+    if separator != ",":
+        rows = [
+            [c.replace(",", ".") if re.fullmatch(r"[+-]?\d+,\d+(e\d+)?", c.strip()) else c for c in r] for r in rows
+        ]
     names = [c.strip().lower() for c in rows[0]]
     label = next((i for i, c in enumerate(names) if c in ("label", "y")), len(names) - 1)
     body = rows[1:] if any(c in ("label", "y") for c in names) or not any(map(numeric, rows[0])) else rows
     values = [[float(c) for c in r] for r in body]
     assert not any("_" in c for r in body for c in r)
     mine = [k for k in range(len(data.y)) if data.owner is None or data.owner[k] == 0]
-    assert [r[label] for r in values] == data.y[mine].tolist()
+    assert [r[label] for r in values] == data.y[mine].ravel().tolist()
     x = np.array([[c for i, c in enumerate(r) if i != label] for r in values], np.float32)
     assert np.array_equal(x, data.x[mine])
 

@@ -114,10 +114,13 @@ def test_csv_labels_may_be_the_classes_names(tmp_path):
     assert data.y.tolist() == [1, 0, 2, 1]
     assert data.x.tolist() == [[1], [2], [3], [4]]
     for text, says in (
-        ("age,label\n3,unknown\n4,0\n", "lyon.csv, line 3, column 2 = '0': should be the name of a class"),
-        ("age,label\n3,unknown\n4,\n", "line 3, column 2 = '': should be the name of a class"),
+        ("age,label\n3,unknown\n4,0\n", "lyon.csv, line 3, column 2 (label) = '0': should be the name of a class"),
+        (
+            "age,label\n3,unknown\n4,\n",
+            "line 3, column 2 (label) = nothing: should be a label (1 value is missing in 1 of 2 files: label 1)",
+        ),
         ("age,label\n3,0\n4,1\n", "should be with names as labels as berlin.csv has"),
-        ("age,label\n3,0\n4,sick\n", "line 3, column 2 = 'sick': should be a number"),
+        ("age,label\n3,0\n4,sick\n", "line 3, column 2 (label) = 'sick': should be a number"),
     ):
         (tmp_path / "lyon.csv").write_text(text)
         refused(tmp_path, re.escape(says))
@@ -138,11 +141,15 @@ def test_csv_without_header_has_the_label_last(tmp_path):
     ("text", "says"),
     [
         ("a,y\n1,0\n2\n", "line 3 = 1 cells: should be 2 cells"),
-        ("a,y\n1,0\nfoo,1\n", "line 3, column 1 = 'foo': should be a number"),
-        ("a,y\n1,0\n,1\n", "line 3, column 1 = '': should be a number"),
+        ("a,y\n1,0\nfoo,1\n", r"line 3, column 1 \(a\) = 'foo': should be a number, as 1 of"),
+        (
+            "a,y\n1,0\n,1\n",
+            r"line 3, column 1 \(a\) = nothing: should be a value \(1 value is missing: a 1\); --impute",
+        ),
         ("a,y\n1,0.5\n" + 11 * "1,1\n", "label 0.5"),
         ("a,y\n1,-1\n", "label -1"),
-        ("a,y\nnan,0\n", "NaN or infinity"),
+        ("a,y\nnan,0\n", r"line 2, column 1 \(a\) = nothing: should be a value"),
+        ("a,y\n1,0\n-inf,0\n", r"line 3, column 1 \(a\) = -inf: should be a finite number"),
         ("1,oops,0\n2,3,1\n", "line 1, column 2 = 'oops'"),
         ("a,y\n", "at least one row"),
         ("", "at least one row"),
@@ -160,7 +167,7 @@ def test_csv_silos_must_agree(tmp_path):
     (tmp_path / "2.csv").write_text("b,a,y\n1,2,0\n")
     refused(tmp_path, "with the columns of 1.csv: a, b, y", tmp_path / "2.csv")
     (tmp_path / "2.csv").write_text("a,y\n1,0\n")
-    refused(tmp_path, r"samples of shape \(2,\)", tmp_path / "2.csv")
+    refused(tmp_path, r"with the columns of 1.csv: a, b, y \(it has a, y\)", tmp_path / "2.csv")
     (tmp_path / "2.csv").write_bytes(b"\xff\xfe,1\n")
     refused(tmp_path, "UTF-8", tmp_path / "2.csv")
 

@@ -263,7 +263,7 @@ def test_unknown_names_and_paths(tmp_path):
     refused(tmp_path / "none.npz", None, "that exists")
     text = tmp_path / "a.txt"
     text.write_text("x")
-    refused(text, None, "an npz file or a folder")
+    refused(text, None, "an npz or CSV file, or a folder")
     refused(tmp_path, None, "class folders of png or jpg images, or one CSV or npz file")
 
 

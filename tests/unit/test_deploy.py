@@ -77,8 +77,11 @@ class Party:
         self.monitors: dict[str, Any] = {}
         self.more: dict[str, dict[str, Any]] = {}  # by site what else its site_client is given
 
+    def own(self, name: str) -> SiteData:
+        return SiteData(self.federation.clients[NAMES.index(name)], self.federation.classes)
+
     def start(self, name: str) -> None:
-        own = SiteData(self.federation.clients[NAMES.index(name)], self.federation.classes)
+        own = self.own(name)
         more = {"monitor": self.monitors.get(name), "audit": True, **self.more.get(name, {})}
         site_client = self.site_client(self.folder / name, own, device="cpu", **more)
 

@@ -24,9 +24,10 @@ from fedstill.core.errors import InputError
 from fedstill.data import load
 from fedstill.data.federation import Federation
 from fedstill.data.files import FREELY, idx, npz, npz_split, read_bytes
+from fedstill.data.gather import gather
 from fedstill.data.leaf import read_json
 from fedstill.data.mat5 import matrices
-from fedstill.data.silos import read_csv
+from fedstill.data.rules import PLAIN
 
 GB = 1 << 30
 
@@ -320,11 +321,12 @@ def test_any_table_is_read_cell_by_cell_or_refused(tmp_path_factory: Any, rows: 
     text = "".join(",".join(row) + end for row in rows)
     path.write_text(text, newline="")
     try:
-        x, y, header = read_csv(path)
+        found = gather([path], PLAIN)
     except InputError:
         return
     cells = csv.reader(io.StringIO(text, newline=""))
-    body = [row for row in cells if any(cell.strip() for cell in row)][1 if header else 0 :]
+    body = [row for row in cells if any(cell.strip() for cell in row)][1 if found.columns.named else 0 :]
+    (x,), (y,) = found.xs, found.ys
     assert np.array_equal(x, np.array([row[:-1] for row in body], float), equal_nan=True)
     labels = [row[-1].strip() for row in body]
     if y.dtype.kind == "U":
@@ -341,6 +343,11 @@ def test_any_bytes_end_in_one_line(tmp_path_factory: Any, name: str, raw: bytes,
     begin = {"a.npz": b"PK\x03\x04", "a.mat": bytes(124) + b"\x00\x01IM", "a.gz": b"\0\0\x08\x03", "a.json": b"{"}
     raw = begin.get(name, b"") + raw
     path.write_bytes(gzip.compress(raw) if packed and name in ("a.gz", "a.json") else raw)
-    readers = {"a.npz": npz, "a.mat": lambda p: matrices(p, ["X"]), "a.json": read_json, "a.csv": read_csv}
+    readers = {
+        "a.npz": npz,
+        "a.mat": lambda p: matrices(p, ["X"]),
+        "a.json": read_json,
+        "a.csv": lambda p: gather([p], PLAIN),
+    }
     with contextlib.suppress(InputError):
         readers.get(name, lambda p: idx(p, 3))(path)

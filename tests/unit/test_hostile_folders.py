@@ -43,7 +43,7 @@ def refused(says: str, read: Any, *arguments: Any, **named: Any) -> None:
         (b"1,2,0\n" + b"1," * (9 << 20), "lines of at most 16.8 MB"),
         (b"1_0,2,0\n", "line 1, column 1 = '1_0'"),
         (b"9" * 140_000 + b",2,0\n", "a CSV file in UTF-8 .field larger than"),
-        (b"1,2,0\n" + b"9" * 100_000 + b",2,0\n", "sample 1 holds NaN or infinity"),
+        (b"1,2,0\n" + b"9" * 100_000 + b",2,0\n", "line 2, column 1 = inf: should be a finite number"),
         (b'1,2,0\n1,"2,0\n' * 20, "line"),
         (b"1,2,0\n\xff,2,0\n", "UTF-8"),
         (b"1,2,0\n\0,2,0\n", "line"),
@@ -52,7 +52,7 @@ def refused(says: str, read: Any, *arguments: Any, **named: Any) -> None:
         (b"a,b,label\n", "at least one row"),
         (b"7\n8\n", "at least one feature"),
         (b"1,2,0\n1,2,99999\n", "label 99999 where 2"),
-        (b"1,2,nan\n", "label nan"),
+        (b"1,2,nan\n", "line 1, column 3 = nothing: should be a label"),
     ],
     ids=range(13),
 )

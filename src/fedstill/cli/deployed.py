@@ -24,7 +24,7 @@ from ..methods import get
 from ..run import simulation
 from ..run.experiment import Experiment
 from . import flags, train
-from .deployment import HUB, OPTIONS, PORT, SITE, START, SWITCHES
+from .deployment import BOTH, HUB, OPTIONS, PORT, SITE, START, SWITCHES
 from .job import plan
 from .screen import say
 
@@ -70,7 +70,8 @@ def _asked(given: Mapping[str, Any], words: Sequence[str]) -> tuple[Hub, Experim
     (what,) = _words(words, "METHOD|FILE.toml")
     made = Hub.at(_folder(given, HUB))
     base = train._base(what)
-    own = {name: value for name, value in given.items() if name not in OPTIONS and name not in SWITCHES}
+    settings = {name for name in given if name in BOTH or (name not in OPTIONS and name not in SWITCHES)}
+    own = {name: value for name, value in given.items() if name in settings}
     if "mode" in own or "wait_free" in own:
         own.setdefault("profile", REAL)
     with flags.named(own):
@@ -209,17 +210,20 @@ def _site_start(given: Mapping[str, Any], words: Sequence[str]) -> None:
         path = str(Path(given["data"]).absolute())
         device, split = given.get("site_device", "auto"), given.get("split", "80/20")
         most = _number(given, "max_epsilon", 0.0, "a number")
-        kept = {name: flags.whole_number(given, name, 0, 0) for name in ("save_every_epochs", "save_every_steps")}
+        kept: dict[str, Any] = {
+            name: flags.whole_number(given, name, 0, 0) for name in ("save_every_epochs", "save_every_steps")
+        }
         monitor, objective = given.get("monitor", ""), given.get("objective", "auto")
+        columns = {name: given[name] for name in ("label", "ignore", "encode") if name in given}
         settings = Settings(
-            path, split, device, monitor, "audit" in given, **kept, max_epsilon=most, objective=objective
+            path, split, device, monitor, "audit" in given, **kept, max_epsilon=most, objective=objective, **columns
         )
     elif (site.folder / "settings.json").exists():
         settings = Settings.read(site.folder)
     else:
-        raise InputError("--data", Shown("nothing"), "an npz file or a folder: this site's own samples")
+        raise InputError("--data", Shown("nothing"), "an npz or CSV file, or a folder: this site's own samples")
     settings.policy()
-    sizes = SiteData.read(settings.data, settings.split, settings.objective).about()["sizes"]
+    sizes = SiteData.read(**settings.reading()).about()["sizes"]
     process.check_stopped("site", site.folder)
     settings.write(site.folder)
     if "foreground" in given:
@@ -242,7 +246,7 @@ def _site_status(given: Mapping[str, Any], words: Sequence[str]) -> None:
 def _site_audit(given: Mapping[str, Any], words: Sequence[str]) -> None:
     site = Site.at(_folder(given, SITE))
     settings = Settings.read(site.folder)
-    own = SiteData.read(settings.data, settings.split, settings.objective)
+    own = SiteData.read(**settings.reading())
     for run in sorted((site.folder / "runs").glob("*")):
         _report(
             f"run {run.name}: log, orders and replies", audit.of_site(run, own, settings.device, secret_in(site.folder))

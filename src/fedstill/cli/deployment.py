@@ -9,7 +9,10 @@ OPTIONS = {  # by flag: its value's name, and its help
     "host": ("HOST", "the name or IPv4 address under which sites reach the hub"),
     "port": ("PORT", f"the one port that sites must reach [default {PORT}]"),
     "file": ("FILE", "where to write what is handed on"),
-    "data": ("PATH", "an npz file or a folder; nothing else is ever read"),
+    "data": ("PATH", "an npz or CSV file, or a folder; nothing else is ever read"),
+    "label": ("COLUMN", "the column of the labels in CSV files, by name [default label, y or the last]"),
+    "ignore": ("COLUMNS", "columns of CSV files to leave out, by name, with commas"),
+    "encode": ("onehot:COLUMNS", "columns of CSV files that are categories whatever they hold"),
     "split": ("A/B", "divides data without a test part of its own into train and test [default 80/20]"),
     "objective": (
         "NAME",
@@ -36,6 +39,7 @@ OPTIONS = {  # by flag: its value's name, and its help
         "[default 0: wait for all]",
     ),
 }
+BOTH = ("label", "ignore", "encode")  # options of a site that are settings of an experiment, too
 SWITCHES = {
     "foreground": "stay in this terminal, as a service manager wants it",
     "audit": "keep all replies (at a site: all orders), so that rounds can be done again: a model for each client and round",

@@ -102,7 +102,7 @@ def _execute(job: Job, resume: bool, stack: contextlib.ExitStack, transport: Tra
         dealt = f"{len(federation)} clients by {partition_of(federation)}"
         learns = "" if federation.objective == "classification" else f"; {_learns(federation, job.first.objective)}"
         say(f"{job.first.data}: {dealt}, {samples}; model {own.short(job.first.model)}{learns}")
-    for line in [*notes, *_unscaled(divided[0])]:
+    for line in [*notes, *divided[0].notes, *_unscaled(divided[0])]:
         say(line)
     divisions.transport = transport
     with stoppable(job.out if job.several else job.folder(next(iter(job.experiments)), 0)):
@@ -145,11 +145,11 @@ def _unscaled(federation: Federation) -> list[str]:
     far = [i for i, value in enumerate(size.tolist()) if value > FAR]
     if not far:
         return []
-    named = f"column {far[0] + 1}" if len(far) == 1 else f"{len(far)} columns, the first is {far[0] + 1},"
-    values = f"numbers of about {size[far[0]]:,.3g}"
-    return [
-        f"{named} of the samples has {values}: scale columns to about −1 to 1, or models may learn nothing from them"
-    ]
+    columns = None if federation.preparation is None else federation.preparation.columns
+    known = columns.features if columns is not None and columns.named else [f"column {i + 1}" for i in range(len(size))]
+    shown = ", ".join(f"{known[i]} (about {size[i]:,.3g})" for i in far[:5])
+    more = f" and {len(far) - 5} more" if len(far) > 5 else ""
+    return [f"not scaled: {shown}{more}; models may learn nothing from such columns: --normalise federated scales them"]
 
 
 def _check_folders(job: Job) -> None:

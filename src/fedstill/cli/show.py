@@ -41,9 +41,13 @@ OWN = (
     ("A+B[@SIZE]", "several of these, each a domain; @SIZE resizes the images"),
     ("FILE.npz", "your arrays: x, y (or train_x, train_y, test_x, test_y)"),
     ("FOLDER[@SIZE]", "your images in class folders (also train/… and test/…, or domain/class/…)"),
-    ("FOLDER", "your silos: one CSV or npz file for each client"),
+    ("FOLDER", "your silos: one CSV or npz file for each client (--label, --impute, --encode, --normalise)"),
+    ("FILE.csv", "one table, dealt to clients by --partition"),
 )
-FIELDS = ("data", "data_root", "clients", "partition", "split", "pool", "seed")
+FIELDS = (
+    "data", "data_root", "clients", "partition", "split", "pool", "seed", "objective", "label", "ignore", "impute", "encode",
+    "normalise",
+)  # fmt: skip
 SUFFIXES = (".png", ".pdf", ".svg")
 
 
@@ -149,6 +153,8 @@ def _show(argv: Sequence[str]) -> None:
     screen.holdings(counts, federation.names, federation.labels)
     line = f"{experiment.data}: {len(federation)} clients by {partition_of(federation)}, seed {experiment.seed}"
     say(f"{line}; partition hash {federation.hash}")
+    for said in federation.notes:
+        say(said)
     if out is not None:
         note = (
             f"area of a bubble: a client's samples of a class in all its parts; partition hash {federation.hash[:12]}"

@@ -4,6 +4,7 @@ from .dataset import Dataset
 from .federation import Client, Federation
 from .partition import Partition, deal, parse
 from .record import load_record, save_record
+from .rules import Preprocessing
 from .source import catalogue, load
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "Dataset",
     "Federation",
     "Partition",
+    "Preprocessing",
     "catalogue",
     "deal",
     "load",

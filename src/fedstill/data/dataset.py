@@ -14,11 +14,14 @@ from numpy.typing import NDArray
 from ..core.errors import InputError, Shown, can_be_shown
 from ..core.objective import ObjectiveName
 from . import targets as target_forms
+from .columns import Columns
+from .rules import PLAIN, Preprocessing
 from .targets import AUTO
 from .targets import MAX_CLASSES as MAX_CLASSES
 from .targets import Array as Array
 from .targets import Ints as Ints
 from .targets import count_classes as count_classes
+from .transform import Transform
 
 Floats = NDArray[np.float64]
 targets = target_forms.class_targets
@@ -30,8 +33,9 @@ class Dataset:
 
     `x` is uint8 images (NCHW, 0 to 255), float32 features or int64 ids; `test_x` and `test_y` are the official test split, where
     there is one. `mean` and `std` are per channel, of x/255 for images and of x otherwise; empty means no normalisation.
-    `domain` and `owner` are the domain and the owning client of each training sample, `test_domain` and `test_owner`
-    those of each test sample.
+    Of tables `columns` says what the columns of `x` are; where rules are to be fitted on training samples, `x` is float64 with
+    NaN in gaps and numbers of categories, and becomes samples by a `transform`. `domain` and `owner` are the domain and the
+    owning client of each training sample, `test_domain` and `test_owner` those of each test sample.
     """
 
     name: str
@@ -49,6 +53,11 @@ class Dataset:
     labels: tuple[str, ...] = ()  # the classes' names, where the source has them
     groups: tuple[str, ...] = ()  # the domains' or owners' names
     objective: ObjectiveName = "classification"
+    rules: Preprocessing = PLAIN  # what is done with the samples once it is known which are for training
+    columns: Columns | None = None
+    label_columns: tuple[str, ...] = ()  # the names of the columns of labels
+    transform: Transform | None = None
+    notes: tuple[str, ...] = ()  # what was left out, in words
 
     def __post_init__(self) -> None:
         for x, y, field in ((self.x, self.y, "x"), (self.test_x, self.test_y, "test_x")):
@@ -58,7 +67,9 @@ class Dataset:
                 raise InputError(
                     f"{self.name}.{field}", Shown("samples and labels that do not match"), "as many labels"
                 )
-            if x.dtype not in (np.uint8, np.float32, np.int64):
+            if x.dtype not in (np.uint8, np.float32, np.int64) and not (
+                x.dtype == np.float64 and self.columns is not None
+            ):
                 right = "uint8, float32 or int64"
                 raise InputError(f"{self.name}.{field}", Shown(f"an array of type {x.dtype}"), right)
         for name in (self.name, *self.labels, *self.groups):
@@ -71,7 +82,7 @@ class Dataset:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one sample."""
-        return tuple(self.x.shape[1:])
+        return tuple(self.x.shape[1:]) if self.columns is None else (self.columns.width,)
 
     def checksum(self) -> str:
         """Return a checksum of all samples and labels, and whose they are; names play no part in it."""
@@ -87,6 +98,13 @@ class Dataset:
         """Return samples of this set as a new tensor: normalised float32, or ids as they are."""
         if x.dtype == np.int64:
             return torch.from_numpy(x.copy())
+        if self.columns is not None and (self.transform is not None or x.dtype == np.float64):
+            if self.transform is None:
+                right = (
+                    "divided among clients first (Federation.from_dataset): its rules depend on their training samples"
+                )
+                raise InputError("data", self.name, right)
+            return torch.from_numpy(self.transform.apply(self.columns.expand(x)))
         out = torch.from_numpy(np.array(x, dtype=np.float32, order="C"))
         if x.dtype == np.uint8:
             out.div_(255)

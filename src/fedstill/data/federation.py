@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import html
+import math
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -21,6 +22,7 @@ from . import arrays
 from .arrays import check_same, read_samples, read_targets
 from .dataset import MAX_CLASSES, Dataset, Ints
 from .partition import Partition, deal, parse
+from .preprocess import Preparation, fit
 from .record import Record, load_record
 from .split import official_test, parse_split, split_indices
 from .targets import AUTO, decide, size_of
@@ -72,6 +74,10 @@ class Federation:
     whole: Whole | None = None  # of a share (`only`): what is known of all clients
     names: tuple[str, ...] = ()  # the clients' names, where each is one owner or domain of the source
     objective: ObjectiveName = "classification"  # what the targets are for
+    preparation: Preparation | None = (
+        None  # how samples were made of tables, or scaled by the clients' training samples
+    )
+    notes: tuple[str, ...] = ()  # what that did, in words
 
     def __repr__(self) -> str:
         sizes = self.sizes("train")
@@ -243,7 +249,10 @@ class Federation:
         pool = "train" if ratio.official else pool
         if scheme.kind == "file":
             seed = load_record(Path(str(scheme.parameter))).seed  # the same split into train and test, too
-        numbers = dataset.x.size + (0 if dataset.test_x is None else dataset.test_x.size)
+        samples = len(dataset.x) + (0 if dataset.test_x is None else len(dataset.test_x))
+        numbers = (
+            samples * math.prod(dataset.shape) * (1 if dataset.columns is None else 3)
+        )  # features are float64 first
         # the clients' float32 samples, and the two official parts as one
         require("data", dataset.name, 4 * numbers + (dataset.x.itemsize * numbers if pool == "all" else 0))
         data = dataset.pooled() if pool == "all" else dataset
@@ -258,16 +267,24 @@ class Federation:
             min_samples=ratio.min_samples,
         )
         record = _record(scheme, data, indices, seed, pool, split)
+        none = np.empty(0, np.int64)
+        parts = [
+            (own, none, none) if ratio.official else split_indices(own, ratio, seed, k) for k, own in enumerate(indices)
+        ]
+        fitted = fit(data, [train for train, _, _ in parts], record.names)
         members = []
-        for k, own in enumerate(indices):
+        for k, (train, val, test) in enumerate(parts):
+            own = fitted.of(k)
             if ratio.official:
-                members.append(_official_client(data, scheme, own, sum(map(len, indices)), seed, k))
+                members.append(_official_client(own, scheme, train, sum(map(len, indices)), seed, k))
                 continue
-            train, val, test = split_indices(own, ratio, seed, k)
-            members.append(Client(*_take(data, train), *_take(data, test), *(_take(data, val) if len(val) else ())))
+            members.append(Client(*_take(own, train), *_take(own, test), *(_take(own, val) if len(val) else ())))
+        common = data if data.test_x is None else fitted.of(None)
+        mean, std = fitted.scaling()
         return cls(
-            tuple(members), data.classes, data.name, record.hash, data.test_tensors(), record.to_dict(),
-            data.labels, data.mean, data.std, names=record.names, objective=data.objective,
+            tuple(members), data.classes, data.name, record.hash, common.test_tensors(), record.to_dict(),
+            data.labels, mean, std, names=record.names, objective=data.objective, preparation=fitted.preparation,
+            notes=(*data.notes, *fitted.notes),
         )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from ..core.objective import OBJECTIVES, ObjectiveName
 from ..core.reading import Unreadable, field, items
 from .dataset import MAX_CLASSES
 from .federation import Client, Federation, Whole
+from .preprocess import Preparation
 
 SPLITS = ("train", "test", "val")
 
@@ -31,6 +32,9 @@ class Outline:
     name: str = ""  # of the data set
     objective: ObjectiveName = "classification"
     target: tuple[int, ...] = ()  # the shape of one sample's target
+    preparation: Preparation | None = (
+        None  # how samples were made of tables, or scaled by the clients' training samples
+    )
 
     @classmethod
     def of(cls, federation: Federation) -> Outline:
@@ -49,6 +53,7 @@ class Outline:
             name=federation.name,
             objective=federation.objective,
             target=federation.target,
+            preparation=federation.preparation,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -65,6 +70,7 @@ class Outline:
             "mean": list(self.mean),
             "std": list(self.std),
             "sizes": {split: [sizes[split] for sizes in self.sizes] for split in self.sizes[0]} if self.sizes else {},
+            **({} if self.preparation is None else {"preprocessing": self.preparation.to_dict()}),
         }
 
     @classmethod
@@ -82,8 +88,9 @@ class Outline:
         objective = field(record, "objective", str, "classification")
         if objective not in OBJECTIVES:
             raise Unreadable(f"one of {', '.join(OBJECTIVES)} as objective")
+        shape, prepared = tuple(items(record, "shape", int)), field(record, "preprocessing", dict, None)
         return cls(
-            shape=tuple(items(record, "shape", int)),
+            shape=shape,
             dtype=dtype,
             classes=field(record, "classes", int, least=1, most=MAX_CLASSES),
             labels=tuple(items(record, "labels", str)),
@@ -94,6 +101,9 @@ class Outline:
             name=field(record, "name", str, ""),
             objective=OBJECTIVES[objective].name,
             target=tuple(items(record, "target", int)) if "target" in record else (),
+            preparation=None
+            if prepared is None
+            else Preparation.from_dict(prepared, len(splits["train"]), shape[0] if shape else 0),
         )
 
     def federation(self, partition: Mapping[str, Any]) -> Federation:
@@ -106,7 +116,7 @@ class Outline:
         known = Whole(frozenset(), False, tuple(dict(sizes) for sizes in self.sizes), checksum)
         return Federation(
             (nobody,) * len(self.sizes), self.classes, self.name, str(partition.get("hash", "")), None, dict(partition),
-            self.labels, self.mean, self.std, None, known, self.names, self.objective,
+            self.labels, self.mean, self.std, None, known, self.names, self.objective, self.preparation,
         )  # fmt: skip
 
     def client(self, k: int) -> str:

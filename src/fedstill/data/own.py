@@ -10,11 +10,14 @@ import numpy as np
 import torch
 
 from ..core.errors import InputError, Shown, nearest
+from .columns import Columns
 from .dataset import Array, Dataset, Ints, same_kind, samples
 from .files import npz_samples, wrong
+from .gather import gather, read_alike
 from .images import SUFFIXES, decode, folders_in, images_in, is_class_folder
 from .outline import Outline
-from .silos import numbered, read_csv, silo_files
+from .rules import PLAIN
+from .silos import numbered, silo_files
 from .targets import read as read_targets
 
 ARRAYS = (".csv", ".npz")
@@ -29,8 +32,10 @@ class Own:
     where: tuple[str, ...]
 
 
-def read(path: str | Path, outline: Outline) -> Own:
-    """Read a CSV or npz file, an image, or a folder of these (class folders of images, too)."""
+def read(path: str | Path, outline: Outline, client: int | None = None) -> Own:
+    """Read a CSV or npz file, an image, or a folder of these (class folders of images, too), prepared as a client's samples."""
+    made = outline.preparation
+    transform = None if made is None else made.of(client)
     place = Path(path)
     try:
         if place.is_dir():
@@ -43,6 +48,10 @@ def read(path: str | Path, outline: Outline) -> Own:
             raise wrong(place, f"a file that ends in {', '.join((*ARRAYS, *SUFFIXES))}, or a folder of such files")
     except OSError as error:
         raise wrong(place, f"a file or folder that can be read ({error.strerror or error})") from None
+    columns = None if made is None else made.columns
+    if columns is not None and transform is not None and x.shape[1:] == (len(columns.names),):
+        made_alike = torch.from_numpy(transform.apply(columns.expand(x)))
+        return Own(made_alike, None if y is None else torch.from_numpy(y), where)
     if tuple(x.shape[1:]) != outline.shape:
         raise InputError(
             "data",
@@ -52,7 +61,8 @@ def read(path: str | Path, outline: Outline) -> Own:
     if x.dtype != np.uint8:
         x = x.astype(np.int64 if outline.dtype == "int64" else np.float32)
     labels = np.zeros(len(x), np.int64) if y is None or outline.objective != "classification" else y
-    alike = Dataset("data", x, labels, outline.classes, mean=outline.mean, std=outline.std)
+    scale = (outline.mean, outline.std) if transform is None or columns is not None else (transform.mean, transform.std)
+    alike = Dataset("data", x, labels, outline.classes, mean=scale[0], std=scale[1])
     return Own(alike.tensor(x), None if y is None else torch.from_numpy(y), where)
 
 
@@ -96,7 +106,7 @@ def _arrays(paths: Sequence[Path], outline: Outline) -> tuple[Array, Ints | None
     xs, ys, where = [], [], []
     for path in paths:
         x, y = _csv(path, outline) if path.suffix.lower() == ".csv" else npz_samples(path)
-        xs.append(samples(str(path), x))
+        xs.append(x if x.dtype == np.float64 and _table_of(outline) is not None else samples(str(path), x))
         if xs[-1].shape[1:] != xs[0].shape[1:]:
             raise wrong(
                 path, f"samples of {_shape(xs[0].shape[1:])} as in {paths[0].name} (it has {_shape(xs[-1].shape[1:])})"
@@ -116,11 +126,21 @@ def _arrays(paths: Sequence[Path], outline: Outline) -> tuple[Array, Ints | None
 
 def _csv(path: Path, outline: Outline) -> tuple[Array, Array | None]:
     """Read a CSV file. Without a column more than the samples have features, it has no labels."""
-    x, last, header = read_csv(path)
-    named = any(cell.lower() in ("label", "y") for cell in header or [])
+    columns, made = _table_of(outline), outline.preparation
+    if columns is not None and made is not None:
+        return read_alike(path, columns, made.labels, made.rules)
+    found = gather([path], PLAIN)
+    (x,), (last,) = found.xs, found.ys
+    named = any(cell.lower() in ("label", "y") for cell in found.labels)
     if not named and last.dtype.kind != "U" and outline.shape == (x.shape[1] + 1,):
         return np.column_stack([x, last]), None
     return x, last
+
+
+def _table_of(outline: Outline) -> Columns | None:
+    """Return the columns of the run's tables, where their header has named them."""
+    columns = None if outline.preparation is None else outline.preparation.columns
+    return columns if columns is not None and columns.named else None
 
 
 def _shape(shape: Sequence[int]) -> str:

@@ -23,7 +23,8 @@ from .files import IDX, cifar_set, digits, idx_set, npz_set
 from .images import domain_set, image_set, join_domains
 from .inaturalist import inaturalist_set
 from .leaf import femnist_set
-from .silos import silo_set
+from .rules import Preprocessing
+from .silos import silo_set, table_set
 from .svhn import mat_set
 from .synthetic import synthetic
 from .targets import AUTO
@@ -253,17 +254,20 @@ def load(
     fetch: bool = True,
     progress: download.Progress | None = None,
     objective: str = AUTO,
+    preprocessing: Preprocessing | None = None,
 ) -> Dataset:
     """Load a data set by name or path.
 
     `source` is a name of the catalogue; several names joined by + (each a domain; `@SIZE` at the end sets the images'
     size); the path of an npz file; or a folder of images (`class/…`, `train/class/…`, `domain/class/…`; `PATH@SIZE`
     resizes, `PATH#DOMAIN,DOMAIN` reads some domains with the classes of all) or of silos (one CSV or npz file per
-    client). Missing files are downloaded unless `fetch` is False. `objective` says what the targets are for; auto: as their form
-    and type say.
+    client), or one CSV file. Missing files are downloaded unless `fetch` is False. `objective` says what the targets are for;
+    auto: as their form and type say. `preprocessing` says what is done with columns, gaps, texts and scales.
     """
     try:
-        return _as(_load(source, root_of(root), fetch, progress, objective), str(source), objective)
+        rules = preprocessing or Preprocessing()
+        data = _load(source, root_of(root), fetch, progress, objective, rules)
+        return _with_rules(_as(data, str(source), objective), str(source), rules)
     except MemoryError:
         raise InputError("data", str(source), "small enough for the memory") from None
 
@@ -279,7 +283,22 @@ def _as(data: Dataset, source: str, objective: str) -> Dataset:
     return dataclasses.replace(data, y=y, test_y=test_y, classes=1, labels=(), objective="regression")
 
 
-def _load(source: str | Path, folder: Path, fetch: bool, progress: download.Progress | None, objective: str) -> Dataset:
+def _with_rules(data: Dataset, source: str, rules: Preprocessing) -> Dataset:
+    """Return a data set with what is to be done with its samples; refuse rules that it cannot follow."""
+    if data.columns is None:
+        for name, value in rules.of_tables.items():
+            raise InputError(name, value, f"left out: {source} is no table (CSV files)")
+    return dataclasses.replace(data, rules=rules)
+
+
+def _load(
+    source: str | Path,
+    folder: Path,
+    fetch: bool,
+    progress: download.Progress | None,
+    objective: str,
+    rules: Preprocessing,
+) -> Dataset:
     text = str(source)
     if isinstance(source, str):
         name, _, parameter = text.partition(":")
@@ -302,7 +321,7 @@ def _load(source: str | Path, folder: Path, fetch: bool, progress: download.Prog
                     raise InputError("data", text, f"sets whose images have one size each, unlike {name}")
             domains = (_load_named(name, name, Request(name), folder, fetch, progress) for name in names)
             return join_domains(text, domains, size)
-    return _load_path(text, objective)
+    return _load_path(text, objective, rules)
 
 
 def _load_named(
@@ -339,16 +358,18 @@ def _name_with_groups(name: str, chosen: tuple[str, ...]) -> str:
     return f"{name}#{','.join(sorted(chosen))}" if chosen else name
 
 
-def _load_path(text: str, objective: str) -> Dataset:
+def _load_path(text: str, objective: str, rules: Preprocessing) -> Dataset:
     path, size, chosen = _parse_path(text)
     if path.is_file() and (size is not None or chosen):
         raise InputError("data", text, f"{path} without @SIZE and #: it is a file")
     if path.is_file() and path.suffix.lower() == ".npz":
         return npz_set(path.stem, path, objective=objective)
+    if path.is_file() and path.suffix.lower() == ".csv":
+        return table_set(path.stem, [path], objective, rules)
     if path.is_dir():
         name = _name_with_groups(path.resolve().name, chosen)
         try:
-            data = silo_set(name, path, objective)
+            data = silo_set(name, path, objective, rules)
             if data is not None and chosen:
                 raise InputError("data", text, f"{path} without #: only folders of domains have parts to choose among")
             if data is None:
@@ -360,9 +381,9 @@ def _load_path(text: str, objective: str) -> Dataset:
             raise InputError("data", text, f"a folder that holds {layouts}")
         return data
     if path.is_file():
-        raise InputError("data", text, "an npz file or a folder")
+        raise InputError("data", text, "an npz or CSV file, or a folder")
     if os.sep in text or path.suffix:
-        raise InputError("data", text, "an npz file or a folder that exists")
+        raise InputError("data", text, "an npz or CSV file, or a folder, that exists")
     raise InputError("data", text, f"{nearest(re.split('[:@#]', text)[0], NAMES)} or a path to your own files")
 
 

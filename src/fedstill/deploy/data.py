@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..core.errors import InputError, Shown
 from ..core.objective import OBJECTIVES, ObjectiveName
+from ..core.reading import Unreadable, field
 from ..data import Federation
 from ..data import load as load_source
+from ..data.dataset import Dataset
 from ..data.federation import Client, Whole
+from ..data.preprocess import Preparation
+from ..data.rules import Preprocessing
+from .preparation import LONGEST, Agreed, Prepared, RawSite, totals_from_dict
 
 SPLITS = ("train", "test", "val")
 USUAL: dict[str, Any] = {"objective": "classification", "target": []}  # of a site of an earlier version
@@ -27,16 +34,62 @@ class SiteData:
     classes: int
     labels: tuple[str, ...] = ()
     objective: ObjectiveName = "classification"
+    raw: RawSite | None = None  # as it was read, for a run that has rules for its samples
+    preparation: Preparation | None = None  # by which the client's samples were made
 
     @classmethod
-    def read(cls, path: str, split: str = "80/20", objective: str = "auto") -> SiteData:
-        """Read an npz file or a folder; what has no test part of its own is divided by `split`."""
-        dataset = load_source(path, fetch=False, objective=objective)
-        tests = dataset.test_tensors()
+    def read(
+        cls,
+        path: str,
+        split: str = "80/20",
+        objective: str = "auto",
+        *,
+        label: str = "",
+        ignore: str = "",
+        encode: str = "onehot",
+    ) -> SiteData:
+        """Read an npz or CSV file or a folder; what has no test part of its own is divided by `split`.
+
+        `label` and `ignore` name columns of tables, and `encode` those that are texts whatever they hold. What is done with gaps
+        and texts a run says: until then `client` has the columns as they are, gaps and categories as numbers.
+        """
+        dataset = _read(path, objective, Preprocessing(label=label, ignore=ignore, encode=encode, impute="mean"))
+        raw = RawSite(dataset, split)
+        if len(json.dumps(raw.about())) > LONGEST:
+            raise InputError(
+                "data", path, f"one whose columns and categories are named in at most {LONGEST:,} characters"
+            )
+        plain = dataset
+        if dataset.columns is not None:
+            plain = dataclasses.replace(
+                dataset, x=np.nan_to_num(dataset.x).astype(np.float32), columns=None, rules=Preprocessing()
+            )
+        tests = plain.test_tensors()
         if tests is not None:
-            return cls(Client(*dataset.tensors(), *tests), dataset.classes, dataset.labels, dataset.objective)
-        whole = Federation.from_dataset(dataset, partition="iid", clients=1, split=split)
-        return cls(whole.clients[0], dataset.classes, dataset.labels, dataset.objective)
+            return cls(Client(*plain.tensors(), *tests), dataset.classes, dataset.labels, dataset.objective, raw)
+        whole = Federation.from_dataset(plain, partition="iid", clients=1, split=split)
+        return cls(whole.clients[0], dataset.classes, dataset.labels, dataset.objective, raw)
+
+    def under(self, made: Mapping[str, Any] | None) -> SiteData:
+        """Return the data with its samples made as the hub's message says (`Prepared.for_sites`); without one, as they are."""
+        if made is None:
+            if self.raw is not None and not self.raw.plain:
+                right = "numbers without gaps, or a run that says what is done with gaps and texts (impute, encode)"
+                raise InputError("data", Shown("a table with gaps or texts"), right)
+            return self
+        if self.raw is None:
+            raise InputError("data", Shown("arrays"), "read from a file: the run prepares its samples")
+        try:
+            agreed = Agreed.from_dict(field(dict(made), "agreed", dict))
+            totals = totals_from_dict(field(dict(made), "totals", dict)) if "totals" in made else None
+        except Unreadable as error:
+            raise InputError("preparation", Shown("of the hub"), str(error)) from None
+        ready = self.raw.under(agreed)
+        transform, data = ready.transform(totals), ready.data
+        preparation = Preparation(agreed.rules, data.columns, self.raw.data.label_columns, transform)
+        return dataclasses.replace(
+            self, client=ready.client(transform), classes=data.classes, labels=data.labels, preparation=preparation
+        )
 
     def about(self) -> dict[str, Any]:
         """Return what the hub must know: shape, classes and numbers of samples, and a checksum that tells of a change."""
@@ -52,7 +105,8 @@ class SiteData:
             "target": list(self.client.y_train.shape[1:]),
             "labels": list(self.labels),
             "sizes": sizes,
-            "checksum": alone.checksum(),
+            "checksum": alone.checksum() + ("" if self.raw is None else self.raw.checksum()),
+            **({} if self.raw is None else self.raw.about()),
         }
 
     def among(self, client: int, clients: int, classes: int) -> Federation:
@@ -74,13 +128,14 @@ def problems(names: Sequence[str], abouts: Sequence[Mapping[str, Any]]) -> list[
     """Return what does not fit together in how the sites describe their data, each with the site's name."""
     first, found = abouts[0], []
     for name, about in zip(names, abouts, strict=True):
-        for field in ("shape", "dtype", "objective", "target"):
-            if about.get(field, USUAL.get(field)) != first.get(field, USUAL.get(field)):
-                right = f"{first[field]} as at site {names[0]!r}"
+        for what in ("shape", "dtype", "objective", "target"):
+            if about.get(what, USUAL.get(what)) != first.get(what, USUAL.get(what)):
+                right = f"{first[what]} as at site {names[0]!r}"
                 found.append(
-                    InputError(f"{field} of site {name!r}", Shown(str(about.get(field, USUAL.get(field)))), right)
+                    InputError(f"{what} of site {name!r}", Shown(str(about.get(what, USUAL.get(what)))), right)
                 )
-        if about["labels"] and first["labels"] and about["labels"] != first["labels"]:
+        tables = "table" in about and "table" in first  # these agree on their classes by name
+        if about["labels"] and first["labels"] and about["labels"] != first["labels"] and not tables:
             right = f"{', '.join(first['labels'])}, as at site {names[0]!r}"
             found.append(InputError(f"classes of site {name!r}", Shown(", ".join(about["labels"])), right))
         if bool(about["sizes"].get("val")) != bool(first["sizes"].get("val")):
@@ -89,7 +144,7 @@ def problems(names: Sequence[str], abouts: Sequence[Mapping[str, Any]]) -> list[
     return found
 
 
-def skeleton(names: Sequence[str], abouts: Sequence[Mapping[str, Any]]) -> Federation:
+def skeleton(names: Sequence[str], abouts: Sequence[Mapping[str, Any]], prepared: Prepared | None = None) -> Federation:
     """Return the federation as the hub sees it: no samples, but how the sites describe theirs. Refuse what does not fit."""
     first = abouts[0]
     for problem in problems(names, abouts):
@@ -119,7 +174,18 @@ def skeleton(names: Sequence[str], abouts: Sequence[Mapping[str, Any]]) -> Feder
         whole=whole,
         names=tuple(names),
         objective=learned.name,
+        preparation=None if prepared is None else prepared.preparation(),
     )
+
+
+def _read(path: str, objective: str, rules: Preprocessing) -> Dataset:
+    """Read a source, by the rules where it is a table."""
+    try:
+        return load_source(path, fetch=False, objective=objective, preprocessing=rules)
+    except InputError as error:
+        if error.field not in ("encode", "impute") or rules.label or rules.ignore or rules.as_texts:
+            raise
+        return load_source(path, fetch=False, objective=objective)
 
 
 def _empty(client: Client) -> Client:

@@ -118,7 +118,7 @@ class SitePart(FLComponent):  # type: ignore[misc]
     def _work(self, cell: Any) -> None:
         try:
             settings = Settings.read(self.site.folder)
-            own = SiteData.read(settings.data, settings.split, settings.objective)
+            own = SiteData.read(**settings.reading())
             policy = settings.policy()
             monitor = None if policy is None else SystemMonitor(policy)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..core import files, tree
+from ..core import files, reading, tree
 from ..core.errors import InputError, Shown
 from ..core.own import is_reference
 from ..core.secret import Secret
@@ -23,6 +23,7 @@ from ..run import simulation
 from ..run.callbacks import Progress
 from ..run.experiment import Experiment
 from ..run.journal import Journal
+from ..run.legal import check_statistics
 from ..run.prepare import Simulation
 from ..run.result import Run
 from ..server.coordinator import Record
@@ -30,11 +31,14 @@ from ..timing.live import orders_of
 from ..transport.messages import Order
 from ..transport.sites import Sites
 from .chain import AUDIT, LOG, Chain, digest, read, record_digest, reply_file
-from .data import skeleton
+from .data import problems, skeleton
 from .hub_server import HubServer
+from .preparation import Prepared, agree, prepare
 from .privacy_log import HubPrivacyLog, check_local
 
 DEPLOYMENT = "deployment.json"  # in a run's folder: its id, its sites, and how often the hub has started or resumed it
+ANSWER = 600.0  # seconds in which sites give the sums that their samples are prepared by
+LARGEST = 1 << 28  # bytes of a deployment.json
 SLACK = 8 << 20  # bytes that a reply may have beside its tensors
 LOCAL_ONLY = {  # fields that only a simulation can have, and why
     "attack": "sites are real",
@@ -56,11 +60,14 @@ class Deployment:
         deadline: float | None = None,
         audit: bool = False,
         secret: Secret | None = None,
+        prepared: Prepared | None = None,
     ) -> None:
         """Run in `folder` with the sites `names`; a round waits for `deadline` seconds, None: for all sites.
 
-        With `audit` all replies are saved, so that the run can be merged again. Noise is drawn from `secret`.
+        With `audit` all replies are saved, so that the run can be merged again. Noise is drawn from `secret`. `prepared` is how
+        the sites' samples are made.
         """
+        self.prepared = prepared
         self.secret = secret
         self._privacy_log: HubPrivacyLog | None = None
         self.hub_server, self.names, self.folder = hub_server, tuple(names), folder
@@ -90,6 +97,8 @@ class Deployment:
         )
         about = {"experiment": sim.experiment.to_toml(), "clients": len(self.names), "classes": self._classes}
         about["constants"] = sim.net.fixed.digest()
+        if self.prepared is not None:
+            about["preparation"] = self.prepared.for_sites()
         sums = [self.hub_server.sites[name].about["checksum"] for name in self.names]
         pending = {str(k): [order.id, order.round] for k, order in self._pending.items()}
         self.hub_server.open(sites, {**begun, **about, "checksums": sums, "pending": pending})
@@ -101,10 +110,14 @@ class Deployment:
 
     def federation(self) -> Federation:
         """Return the federation as the sites have described theirs."""
-        abouts = [self.hub_server.sites[name].about for name in self.names]
-        made = skeleton(self.names, abouts)
+        made = skeleton(self.names, self._abouts(), self.prepared)
         self._classes = made.classes
         return made
+
+    def _abouts(self) -> list[dict[str, Any]]:
+        """Return how the sites have described their samples, as they are once they are made."""
+        abouts = [self.hub_server.sites[name].about for name in self.names]
+        return abouts if self.prepared is None else [self.prepared.about(about, k) for k, about in enumerate(abouts)]
 
     def _begin(self, noisy: bool) -> dict[str, Any]:
         """Count one more attempt at the run of this folder, new or begun."""
@@ -115,8 +128,9 @@ class Deployment:
                 right = f"{', '.join(about['sites'])}, as when the run began"
                 raise InputError("sites", Shown(", ".join(self.names)), right)
         else:
-            abouts = [self.hub_server.sites[name].about for name in self.names]
-            about = {"run": secrets.token_hex(8), "sites": list(self.names), "attempt": 0, "abouts": abouts}
+            about = {"run": secrets.token_hex(8), "sites": list(self.names), "attempt": 0, "abouts": self._abouts()}
+            if self.prepared is not None:
+                about["preparation"] = self.prepared.to_dict()
         if noisy:
             if self.secret is None:
                 raise InputError("privacy", "central", "'off' at a hub without a secret, from which its noise is drawn")
@@ -188,6 +202,14 @@ def check(experiment: Experiment) -> Experiment:
         if is_reference(name):
             why = "a site runs no code on a hub's word"
             raise InputError("metrics", name, f"one that comes with fedstill in a deployment: {why}")
+    check_statistics(experiment, experiment.preprocessing())
+    for name in ("label", "ignore"):
+        if getattr(experiment, name):
+            right = f"left out in a deployment: a site's owner says it (fedstill site start --{name})"
+            raise InputError(name, getattr(experiment, name), right)
+    if experiment.preprocessing().as_texts:
+        right = "'onehot' in a deployment: a site's owner names columns (fedstill site start --encode onehot:COLUMN)"
+        raise InputError("encode", experiment.encode, right)
     if experiment.privacy == "local" and experiment.fine_tune:
         right = "0 in a deployment with privacy 'local': sites would send scores of models trained without noise"
         raise InputError("fine_tune", experiment.fine_tune, right)
@@ -226,7 +248,8 @@ def run(
     """
     experiment = check(experiment)
     check_deadline(experiment, deadline)
-    deployment = Deployment(hub_server, names, folder, deadline, audit, secret)
+    prepared = prepared_of(hub_server, experiment, names, folder)
+    deployment = Deployment(hub_server, names, folder, deadline, audit, secret, prepared)
     federation = deployment.federation()
     journal = Journal(folder)
 
@@ -245,6 +268,19 @@ def run(
         return simulation.run(experiment, out=folder, federation=federation, progress=over, transport=deployment)
     finally:
         hub_server.close()
+
+
+def prepared_of(hub_server: HubServer, experiment: Experiment, names: Sequence[str], folder: Path) -> Prepared | None:
+    """Return how the sites' samples are made: as it was kept with the run, else by asking them. None: nothing is to be done."""
+    file = folder / DEPLOYMENT
+    if file.exists():
+        kept = reading.read_json(file, LARGEST).get("preparation")
+        return None if kept is None else Prepared.from_dict(kept)
+    abouts = [hub_server.sites[name].about for name in names]
+    for problem in problems(names, abouts):
+        raise problem
+    agreed = agree(experiment.preprocessing(), names, abouts)
+    return None if agreed is None else prepare(agreed, names, lambda body: hub_server.question(names, body, ANSWER))
 
 
 def roster(history: Sequence[Record], names: Sequence[str]) -> list[str]:

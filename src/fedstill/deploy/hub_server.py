@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..core.errors import TrainingError
 from ..core.objective import OBJECTIVES
+from ..core.reading import items
 from ..core.version import __version__
+from ..data.columns import LONGEST_NAME, Columns
 from ..transport.sites import Sites
 
+LARGEST_ANSWER = 32 << 20  # bytes of what a site answers before a run
 HOLD = 5.0  # seconds for which a site that asks has to wait for an order
 Log = Callable[[str], None]
 
@@ -34,6 +39,17 @@ class OpenRun:
     key: list[Any] = field(default_factory=list)  # its id, and the number of this attempt at it
 
 
+@dataclass
+class Asked:
+    """A question to sites before a run, which they answer once."""
+
+    id: int
+    names: tuple[str, ...]
+    body: bytes
+    answers: dict[str, bytes] = field(default_factory=dict)
+    failed: str = ""
+
+
 class HubServer:
     """Answers the messages of sites (`polling`). Whoever carries the bytes names the site, and has authenticated that name."""
 
@@ -42,9 +58,11 @@ class HubServer:
         self.sites: dict[str, SiteInfo] = {}
         self.refusals: list[dict[str, Any]] = []  # messages that were refused, newest last
         self.open_run: OpenRun | None = None
+        self.asked: Asked | None = None
         self.train_seconds: dict[str, float] = {}  # by site, of its last training in the last run
         self.traffic: dict[str, tuple[int, int]] = {}  # by site, bytes sent and received in runs that are over
         self._changed = threading.Condition()
+        self._questions = 0
 
     def answer(self, site: str, header: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
         """Answer a message of a site: it says who it is, asks for an order, or sends a reply."""
@@ -62,8 +80,14 @@ class HubServer:
                 return {"taken": False, "why": "no such run is open"}, b""
             why = run.transport.take(site, body)
             return {"taken": not why, "why": why}, b""
+        if do == "prepared":
+            return self._prepared(site, header, body)
         if do == "failed":
             self.refuse(site, f"it cannot take part: {str(header.get('why'))[:300]}")
+            with self._changed:
+                if self.asked is not None and site in self.asked.names:
+                    self.asked.failed = f"site {site}: {str(header.get('why'))[:300]}"
+                    self._changed.notify_all()
             if self.open_run is not None:
                 self.open_run.transport.close(f"site {site}: {str(header.get('why'))[:300]}")
             return {}, b""
@@ -102,7 +126,37 @@ class HubServer:
             self.log(f"site {site} is here: {checked['sizes']} samples, shape {checked['shape']}")
         return {"welcome": True, "clock": time.time()}
 
+    def question(self, names: Sequence[str], body: bytes, seconds: float) -> dict[str, bytes]:
+        """Ask sites something before a run; return what each has answered. Raises `TrainingError` if one does not."""
+        end = time.monotonic() + seconds
+        with self._changed:
+            self._questions += 1
+            asked = self.asked = Asked(self._questions, tuple(names), body)
+            self._changed.notify_all()
+            while len(asked.answers) < len(names) and not asked.failed and time.monotonic() < end:
+                self._changed.wait(max(0.0, end - time.monotonic()))
+            self.asked = None
+        missing = [name for name in names if name not in asked.answers]
+        if missing:
+            raise TrainingError(asked.failed or f"no sums from {', '.join(missing)} in {seconds:.0f} s")
+        return asked.answers
+
+    def _prepared(self, site: str, header: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+        with self._changed:
+            asked = self.asked
+            if asked is None or site not in asked.names or header.get("id") != asked.id or len(body) > LARGEST_ANSWER:
+                why = "it sent sums that nobody has asked for"
+            else:
+                asked.answers.setdefault(site, body)
+                self._changed.notify_all()
+                return {}, b""
+        self.refuse(site, why)
+        return {}, b""
+
     def _ask(self, site: str, header: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+        asked = self.asked
+        if asked is not None and site in asked.names and site not in asked.answers:
+            return {"do": "prepare", "id": asked.id}, asked.body
         run = self.open_run
         if run is None or site not in run.transport.boxes:
             with self._changed:
@@ -110,9 +164,12 @@ class HubServer:
             return {"do": "wait"}, b""
         if header.get("run") != run.key:
             k = run.transport.names.index(site)
-            about = {name: value for name, value in run.about.items() if name not in ("checksums", "pending")}
+            apart = ("checksums", "pending", "preparation")
+            about = {name: value for name, value in run.about.items() if name not in apart}
+            made = run.about.get("preparation")
             about["pending"] = run.about["pending"].get(str(k), [0, 0])  # the id and the round of the order under way
-            return {"do": "open", "about": {**about, "client": k, "checksum": run.about["checksums"][k]}}, b""
+            body = b"" if made is None else json.dumps(made).encode()
+            return {"do": "open", "about": {**about, "client": k, "checksum": run.about["checksums"][k]}}, body
         data = run.transport.next(site, self.hold)
         return ({"do": "wait"}, b"") if data is None else ({"do": "order", "run": run.key}, data)
 
@@ -154,4 +211,17 @@ def parse_about(about: object) -> dict[str, Any]:
     numbers = {name: float(about["machine"][name]) for name in ("clock", "memory", "disk")}
     own = {"shape": shape, "dtype": dtype, "classes": int(about["classes"]), "labels": labels, "sizes": sizes}
     own |= {"objective": objective, "target": target}
+    if "table" in about:
+        own["table"] = _parse_table(about["table"], shape)
     return {**own, "checksum": str(about["checksum"])[:100], "machine": numbers}
+
+
+def _parse_table(table: object, shape: list[int]) -> dict[str, Any]:
+    """Return what a site says of its table's columns, checked."""
+    if not isinstance(table, dict):
+        raise TypeError
+    columns, gaps = Columns.from_dict(table["columns"]), items(table, "gaps", int, least=0)
+    if shape != [len(columns.names)] or len(gaps) != len(columns.names):
+        raise ValueError
+    label = [name[:LONGEST_NAME] for name in items(table, "label", str)]
+    return {"columns": columns.to_dict(), "gaps": gaps, "label": label}

@@ -1,7 +1,8 @@
 """The loop of a site: ask the hub for orders, have them carried out, send the replies.
 
-Messages are a header (JSON) and bytes. A site says `hello` (what its data is like), `ask`, `reply` or `failed`; the hub answers
-`hello` (introduce yourself), `open` (set up a run), `order`, `wait` or `refused`.
+Messages are a header (JSON) and bytes. A site says `hello` (what its data is like), `ask`, `prepared`, `reply` or
+`failed`; the hub answers
+`hello` (introduce yourself), `prepare` (give sums, before a run), `open` (set up a run), `order`, `wait` or `refused`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, TypeAlias
 
 from ..core.errors import InputError, Shown, TrainingError
 from ..core.memory import available
+from ..core.reading import Unreadable, parse_json
 from ..core.version import __version__
 from .site import SiteClient
 
@@ -50,9 +52,17 @@ def attend(site: SiteClient, send: Send, stop: threading.Event, on_known: Callab
                 on_known()
             elif do == "open":
                 try:
-                    site.open(answer["about"])
+                    made = {"preparation": parse_json(body)} if body else {}
+                    site.open({**answer["about"], **made})
                     site.background.start()
-                except (InputError, TrainingError) as error:
+                except (InputError, TrainingError, Unreadable) as error:
+                    site.log(f"cannot take part: {error}")
+                    send({"do": "failed", "why": str(error)}, b"")
+                    stop.wait(PAUSE)
+            elif do == "prepare":
+                try:
+                    send({"do": "prepared", "id": answer.get("id")}, site.prepare(body))
+                except InputError as error:
                     site.log(f"cannot take part: {error}")
                     send({"do": "failed", "why": str(error)}, b"")
                     stop.wait(PAUSE)

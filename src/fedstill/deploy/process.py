@@ -47,6 +47,9 @@ class Settings:
     save_every_epochs: int = 0  # how often training under way is saved (`savepoint.SaveEvery`)
     save_every_steps: int = 0
     objective: str = "auto"  # what its targets are for
+    label: str = ""  # columns of tables: the labels', those to leave out, and those that are texts whatever they hold
+    ignore: str = ""
+    encode: str = "onehot"
     max_epsilon: float = 0.0  # what all runs together may cost under differential privacy; 0: what each run says
 
     def policy(self) -> Policy | None:
@@ -64,6 +67,11 @@ class Settings:
                 raise InputError("monitor", self.monitor, right)
             values[name] = value / 100 if name == "battery" else value
         return Policy(**values) if values else None
+
+    def reading(self) -> dict[str, Any]:
+        """Return how the data are read, as the arguments of `SiteData.read`."""
+        names = ("split", "objective", "label", "ignore", "encode")
+        return {"path": self.data, **{name: getattr(self, name) for name in names}}
 
     def write(self, folder: Path) -> None:
         """Write the settings into a site's folder."""

@@ -10,6 +10,7 @@ When the hub continues after round t, the site goes back to its state of round t
 from __future__ import annotations
 
 import dataclasses
+import json
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +20,9 @@ import torch
 
 from ..core import files
 from ..core.errors import InputError, Shown, TrainingError, first_line
+from ..core.reading import Unreadable, field, items, parse_json
 from ..core.secret import Secret
+from ..data.preprocess import Preparation
 from ..edge.edge import Edge
 from ..edge.monitor import Monitor
 from ..run.experiment import Experiment
@@ -30,6 +33,7 @@ from ..transport.messages import Order, Reply
 from .background import BackgroundTraining
 from .chain import AUDIT, LOG, ORDERS, Chain, digest, read
 from .data import SiteData
+from .preparation import Agreed
 from .privacy_log import open_site_log
 from .savepoint import SaveEvery, Savepoint
 from .state_files import Saved, StateFiles, read_saved
@@ -44,6 +48,7 @@ RUN_FIELDS = (
     "classes",
     "experiment",
     "pending",
+    "preparation",
 )  # of a run, for the log
 Log = Callable[[str], None]
 
@@ -73,6 +78,7 @@ class SiteClient:
         self.secret, self.max_epsilon = secret, max_epsilon
         self.audit, self.often = audit, often or SaveEvery()
         self.folder, self.data, self.device, self.monitor, self.log = folder, data, device, monitor, log
+        self._preparation: Preparation | None = None  # how the samples of the run that is open were made
         self.key: tuple[str, int] | None = None  # the run that is open: its id, and the hub's attempt at it
         # the rest belongs to the run that is open
         self._edge: Edge | None = None
@@ -95,7 +101,9 @@ class SiteClient:
         # what the hub says of data and machines does not hold here: nothing but the site's own data is read
         here: dict[str, Any] = {"engine": "one", "workers": 1, "device": self.device, "objective": "auto"}
         experiment = dataclasses.replace(experiment, data="digits", data_root="", external="", **here)
-        federation = self.data.among(client, int(about["clients"]), int(about["classes"]))
+        data = self.data.under(about.get("preparation"))
+        federation = data.among(client, int(about["clients"]), int(about["classes"]))
+        self._preparation = data.preparation
         sim, _ = from_experiment(experiment, federation)
         ours = sim.net.fixed.digest()
         theirs = str(about.get("constants", ours))
@@ -140,6 +148,25 @@ class SiteClient:
             self._files.remove_after(round)
             about = self._about(int(saved.about["round"]) if saved is not None else 0)
             self._files.write_latest({**about, "order": 0}, wire.encode(self._state()), b"")
+
+    def prepare(self, asked: bytes) -> bytes:
+        """Return what the hub is given to make all sites' samples alike: numbers of samples, and sums over training samples."""
+        if self.max_epsilon:
+            raise InputError("max_epsilon", self.max_epsilon, "0: sums of training samples are nothing that ε counts")
+        if self.data.raw is None:
+            raise InputError("data", Shown("arrays"), "read from a file: the run prepares its samples")
+        try:
+            question = parse_json(asked)
+            agreed = Agreed.from_dict(field(question, "agreed", dict))
+            mean = items(question, "mean", float) if "mean" in question else None
+        except Unreadable as error:
+            raise InputError("question", Shown("of the hub"), str(error)) from None
+        ready = self.data.raw.under(agreed)
+        answer = ready.answer(mean)
+        self.log(
+            f"the hub is given {'sums of deviations' if mean is not None else 'sums' if 'sums' in answer else 'sizes'}"
+        )
+        return json.dumps(answer).encode()
 
     def handle(self, data: bytes) -> bytes:
         """Carry out an order, once, and return the reply."""
@@ -267,6 +294,8 @@ class SiteClient:
         assert self._edge is not None
         tensors = self._sim.net.export(self._edge.served(order))
         about = {"round": str(order.round), "model": self._sim.experiment.model if self._sim.experiment else ""}
+        if self._preparation is not None:
+            about["preprocessing"] = json.dumps(self._preparation.to_dict(), ensure_ascii=False)
         files.write(self._run / "personal.safetensors", save(tensors, about))
 
 

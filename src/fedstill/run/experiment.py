@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from ..core.protection import Acceptance, Privacy, Robustness
 from ..core.reading import Unreadable, read_json
 from ..core.settings import setting
 from ..core.training import Adapters, FederationSettings, FurtherScores, LocalTraining, Machine, ServerOptimizer, Timing
+from ..data.rules import Preprocessing
 from ..nn.lora import Lora
 from ..server.sampler import BY_PLAN, SAMPLERS
 from ..timing import clock
@@ -129,6 +130,25 @@ class Experiment(Training):
     pool: Literal["all", "train"] = setting(
         "all", "divide train and test together, or the training part only", group="data"
     )
+    label: str = setting("", "the column of the labels in CSV files, by name; several with commas", group="data")
+    ignore: str = setting("", "columns of CSV files to leave out, by name, with commas", group="data")
+    impute: str = setting(
+        "none",
+        "gaps in tables: none (refused), drop (the sample), mean (of all sites' training samples, by sums; mean:site: of each "
+        "site's own), median (of each site's own)",
+        group="data",
+    )
+    encode: str = setting(
+        "none",
+        "texts in tables: none (refused), onehot (a column for each text), onehot:A,B (of A and B too, whatever they hold)",
+        group="data",
+    )
+    normalise: Literal["auto", "none", "site", "federated"] = setting(
+        "auto",
+        "numbers to mean 0 and deviation 1 by training samples: none, site (each site's own), federated (all sites', by sums); "
+        "auto: images as their source says, tables not at all",
+        group="data",
+    )
     model: str = setting(
         "mlp",
         "a model by name ('fedstill models' lists them), timm:NAME, hf:NAME or hf:FOLDER, or your own: net.py:Net, module:Net",
@@ -149,6 +169,11 @@ class Experiment(Training):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_method(self.method)
+        self.preprocessing()  # refuses rules that there are not
+
+    def preprocessing(self) -> Preprocessing:
+        """Return what is done with the samples before they are trained on."""
+        return Preprocessing(**{f.name: getattr(self, f.name) for f in fields(Preprocessing)})
 
     def dealt(self, owned: str | None) -> Experiment:
         """Return the experiment with its partition and number of clients filled in.

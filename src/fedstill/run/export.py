@@ -139,6 +139,8 @@ def about(run: Run, client: int | None) -> dict[str, str]:
             "mean": json.dumps(list(outline.mean)),
             "std": json.dumps(list(outline.std)),
         }
+        if outline.preparation is not None:
+            data["preprocessing"] = json.dumps(outline.preparation.only(client).to_dict(), ensure_ascii=False)
     return {
         "format": "pt",
         "fedstill": __version__,

@@ -22,7 +22,7 @@ from ..core.method import Method
 from ..core.plan import Plan
 from ..core.protection import POISONS
 from ..core.task import Task
-from ..data import Federation
+from ..data import Federation, Preprocessing
 from ..server import average, privacy
 from ..server.attack import OMNISCIENT
 from ..server.optimizer import Rule
@@ -31,6 +31,14 @@ from ..timing import wait_free
 from ..timing.asynchronous import Asynchrony
 from .experiment import Experiment, Training, check_format, check_method
 from .lock import check_free
+
+
+def check_statistics(training: Training, rules: Preprocessing) -> None:
+    """Refuse statistics of training samples where ε is counted: it does not count what they reveal."""
+    if training.privacy != "off" and rules.fitted:
+        name, right = ("normalise", "none") if rules.scales else ("impute", "drop")
+        counted = f"{right!r} with privacy {training.privacy!r}: ε does not count such statistics"
+        raise InputError(name, getattr(rules, name), counted)
 
 
 def check(method: Method, task: Task, training: Training) -> None:

@@ -93,7 +93,7 @@ def predict(run: Run, data: str | Path, client: int | str | None = None) -> Pred
         raise InputError("client", "none", f"a client: {run.method.id} trains no generic model")
     if run.outline is None:
         raise InputError("run", repr(run), "one whose data have a known form")
-    samples = own.read(data, run.outline)
+    samples = own.read(data, run.outline, number)
     params = run.generic_model() if number is None else run.served(number)
     net, objective = run.task.net, run.task.objective
     outputs = run.task.predict(params, samples.x.to(net.device, net.example.dtype))[..., : run.outline.classes]

@@ -88,7 +88,13 @@ class Simulation:
 
 def federation_of(experiment: Experiment) -> Federation:
     """Read and divide the data of an experiment."""
-    dataset = sources.load(experiment.data, experiment.data_root or None, objective=experiment.objective)
+    legal.check_statistics(experiment, experiment.preprocessing())
+    dataset = sources.load(
+        experiment.data,
+        experiment.data_root or None,
+        objective=experiment.objective,
+        preprocessing=experiment.preprocessing(),
+    )
     owned = "owner" if dataset.owner is not None else "domain" if dataset.domain is not None else None
     owned = owned or (None if dataset.objective == "classification" else "iid")  # a sample is of no one class
     experiment = experiment.dealt(owned)
@@ -140,6 +146,8 @@ def prepare(
     `average` stands for the server's mean in every method's `merge`; None: what the settings say.
     """
     device, dtype = pick_device(training.device), getattr(torch, training.dtype)
+    if isinstance(federation, Federation) and federation.preparation is not None:
+        legal.check_statistics(training, federation.preparation.rules)
     if isinstance(method, type) or not isinstance(method, Method):
         raise InputError("method", Shown(repr(method)), "a method such as fedstill.PFedSD(), not its class or name")
     if not isinstance(federation, Federation):

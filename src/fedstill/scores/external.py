@@ -11,7 +11,9 @@ from ..core.errors import InputError, Shown
 from ..core.objective import ObjectiveName
 from ..data import Dataset, Federation, load
 from ..data.arrays import read_samples, read_targets
+from ..data.columns import Columns
 from ..data.federation import Pair
+from ..data.preprocess import Preparation, applied
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,14 @@ class Samples:
     mean: tuple[float, ...]  # how samples were normalised
     std: tuple[float, ...]
     objective: ObjectiveName = "classification"
+    preparation: Preparation | None = None
 
     @classmethod
     def of(cls, data: Federation) -> Samples:
         """Return the description of a federation's samples."""
-        return cls(data.name, data.shape, data.classes, data.labels, data.mean, data.std, data.objective)
+        return cls(
+            data.name, data.shape, data.classes, data.labels, data.mean, data.std, data.objective, data.preparation
+        )
 
     def read(self, data: Dataset | Sequence[Any]) -> Pair:
         """Read a data set, normalised as the federation's, or return (x, y) unchanged; refuse data that does not fit."""
@@ -38,6 +43,7 @@ class Samples:
                 raise InputError(
                     "external", Shown(f"data for {data.objective}"), f"for {self.objective} as {self.name} is"
                 )
+            data = self._alike(data)
             self._same("external", data.shape, data.classes)
             if self.labels and data.labels and self.labels != data.labels:
                 odd = next(
@@ -48,12 +54,28 @@ class Samples:
                     Shown(f"{data.name} with a class {odd[0]!r}"),
                     f"{odd[1]!r} there, as {self.name} has it",
                 )
-            return replace(data, mean=self.mean, std=self.std).pooled().tensors()
+            return data.pooled().tensors()
         if not isinstance(data, tuple | list) or len(data) != 2:
             raise InputError("external", Shown(type(data).__name__), "a Dataset or (x, y)")
         x = read_samples("external.x", data[0])
         self._same("external", tuple(x.shape[1:]), self.classes)
         return x, read_targets("external.y", data[1], len(x), self.classes, self.objective)
+
+    def _alike(self, data: Dataset) -> Dataset:
+        """Return a data set whose samples are made as the federation's are."""
+        made = self.preparation
+        if made is None:
+            return replace(data, mean=self.mean, std=self.std)
+        if made.own:
+            raise InputError(
+                "external", data.name, "left out where each site's samples are prepared by its own statistics"
+            )
+        if made.columns is not None:
+            own = data.columns or Columns.of_numbers(data.x.shape[1])
+            if own.names != made.columns.names:
+                raise InputError("external", data.name, f"a table with the columns {', '.join(made.columns.names)}")
+            data = replace(data, x=own.recoded(data.x, made.columns), columns=made.columns)
+        return applied(data, made.of(None))
 
     def _same(self, where: str, shape: tuple[int, ...], classes: int) -> None:
         if shape != self.shape:
@@ -72,7 +94,9 @@ def with_external(federation: Federation, source: str, clients_source: str, root
     if overlap(source, clients_source):
         raise InputError("external", source, f"a source that no client has, unlike a part of {clients_source}")
     try:
-        dataset = load(source, root, objective=federation.objective)
+        made = federation.preparation
+        rules = None if made is None else made.rules
+        dataset = load(source, root, objective=federation.objective, preprocessing=rules)
     except InputError as error:
         raise InputError("external", error.value if error.field == "data" else source, error.right) from None
     try:

@@ -1,0 +1,223 @@
+"""Join the tables of all sites: their columns must be the same, and texts and gaps need a rule, or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..core.errors import InputError, Shown, nearest
+from .columns import MOST_FEATURES, MOST_TEXTS, Columns
+from .files import wrong
+from .rules import Preprocessing
+from .tables import LABELS, Table, label_columns, read_table
+from .targets import Array
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """The tables of a source, by file."""
+
+    columns: Columns
+    labels: tuple[str, ...]  # the names of the columns of labels
+    xs: list[Array]  # float64: NaN where there is a gap, categories by number
+    ys: list[Array]  # numbers, names of classes, or [n, k] where there are several labels
+    notes: tuple[str, ...]  # what was left out
+
+
+def gather(paths: Sequence[Path], rules: Preprocessing) -> Gathered:
+    """Read the tables of a source; refuse gaps and texts for which there is no rule."""
+    tables = [read_table(path, rules.labels, rules.as_texts, rules.ignored) for path in paths]
+    first = tables[0]
+    for table in tables:
+        if (table.header is not None and first.header is not None and table.header != first.header) or len(
+            table.texts
+        ) != len(first.texts):
+            raise wrong(
+                table.path,
+                f"with the columns of {first.path.name}: {', '.join(first.names)} (it has {', '.join(table.names)})",
+            )
+    header = next((table.header for table in tables if table.header is not None), None)
+    for name in (*rules.labels, *rules.ignored, *rules.as_texts):
+        which = "label" if name in rules.labels else "ignore" if name in rules.ignored else "encode"
+        if header is None:
+            raise InputError(which, name, f"left out: {first.path.name} has no header with names of columns")
+        if name not in header:
+            raise InputError(which, name, f"a column of {first.path.name}: {nearest(name, header)}")
+    labels = label_columns(first.path, header, len(first.texts), rules.labels)
+    ignored = [j for j, name in enumerate(header or ()) if name in rules.ignored]
+    for j in set(labels) & set(ignored):
+        raise InputError("ignore", first.names[j], "another column than the label")
+    own = [j for j in range(len(first.texts)) if j not in (*labels, *ignored)]
+    if not own:
+        raise wrong(first.path, "a CSV file with at least one feature and a label in each row")
+    _check(tables, own, labels, rules)
+    names = first.names if header is None else header
+    kinds = tuple(_categories(tables, j, rules) for j in own)
+    columns = Columns(tuple(names[j] for j in own), kinds, named=header is not None)
+    if columns.width > MOST_FEATURES:
+        raise wrong(
+            first.path.parent, f"tables that make at most {MOST_FEATURES:,} features (these make {columns.width:,})"
+        )
+    xs, ys = [], []
+    left: dict[str, dict[str, int]] = {"label": {}, "gap": {}}
+    for table in tables:
+        x = np.column_stack([_coded(table, j, k) for j, k in zip(own, kinds, strict=True)])
+        unlabelled = np.isnan(table.values[:, labels]).any(1)
+        gaps = np.isnan(x).any(1) & ~unlabelled if rules.drops else np.zeros(len(x), bool)
+        for what, rows in (("label", unlabelled), ("gap", gaps)):
+            if rows.any():
+                left[what][table.path.stem] = int(rows.sum())
+        kept = ~(unlabelled | gaps)
+        if not kept.any():
+            raise InputError("impute", rules.impute, f"another rule: no sample of {table.path.name} is without a gap")
+        xs.append(x[kept])
+        ys.append(_labels(table, labels)[kept])
+    total = sum(len(table.values) for table in tables)
+    notes = []
+    for what, why in (("label", "without a label"), ("gap", "with gaps (--impute drop)")):
+        by = left[what]
+        if by:
+            files = ", ".join(f"{name} {count:,}" for name, count in by.items())
+            notes.append(f"left out: {sum(by.values()):,} of {total:,} samples, {why}: {files}")
+    return Gathered(columns, tuple(names[j] for j in labels), xs, ys, tuple(notes))
+
+
+def read_alike(path: Path, columns: Columns, labels: Sequence[str], rules: Preprocessing) -> tuple[Array, Array | None]:
+    """Read a file with the columns of a run, found by name, and its labels where it has any; other columns are left out."""
+    as_texts = [name for name, kinds in zip(columns.names, columns.categories, strict=True) if kinds is not None]
+    usual = [name for name in LABELS if name not in columns.names]
+    table = read_table(path, (*labels, *usual), as_texts, only=(*columns.names, *labels, *usual))
+    header, width = table.header, len(columns.names)
+    if header is None:
+        if table.values.shape[1] != width:
+            right = f"with a header, or {width} columns as the run's features (it has {table.values.shape[1]} and no header)"
+            raise InputError("data", str(path), right)
+        own, found = list(range(width)), []
+    else:
+        for name in columns.names:
+            if name not in header:
+                raise InputError("data", str(path), f"with the column {nearest(name, header)}: {name!r} is not there")
+        own = [header.index(name) for name in columns.names]
+        found = [header.index(name) for name in labels if name in header]
+        found = found if len(found) == len(labels) else []
+        if not found and len(labels) < 2:
+            found = [j for j, name in enumerate(header) if name in usual][:1]
+    if np.isnan(table.values[:, found]).any():
+        found = []  # labels that are not known: no score, but predictions
+    x = np.column_stack([_coded(table, j, kinds) for j, kinds in zip(own, columns.categories, strict=True)])
+    _check_finite(table, own)
+    numbers = [j for j, kinds in zip(own, columns.categories, strict=True) if kinds is None]
+    if not rules.fills and np.isnan(table.values[:, numbers]).any():
+        raise _gap(table, numbers, "a value: the run fills no gaps")
+    return x, _labels(table, found) if found else None
+
+
+def _coded(table: Table, column: int, kinds: tuple[str, ...] | None) -> Array:
+    """Return a column of a table: its numbers, or the numbers of its categories here; NaN of one that is unknown."""
+    texts, values = table.texts[column], table.values[:, column]
+    if kinds is None and texts is not None:
+        row = int(np.flatnonzero(~np.isnan(values))[0])
+        raise InputError(table.where(row, column), texts[int(values[row])], "a number")
+    if kinds is None or texts is None:
+        return values
+    number = {name: i for i, name in enumerate(kinds)}
+    code = np.array([number.get(text, np.nan) for text in texts] + [np.nan])
+    return code[np.where(np.isnan(values), len(texts), values).astype(np.int64)]
+
+
+def _labels(table: Table, columns: Sequence[int]) -> Array:
+    """Return the labels of a table's rows: numbers, names of classes, or numbers [n, k] of several columns."""
+    if len(columns) == 1:
+        texts, values = table.texts[columns[0]], table.values[:, columns[0]]
+        if texts is None:
+            return values
+        return np.array([*texts, ""])[np.where(np.isnan(values), len(texts), values).astype(np.int64)]
+    for j in columns:
+        if table.texts[j] is not None:
+            row = int(np.flatnonzero(~np.isnan(table.values[:, j]))[0])
+            cell = (table.texts[j] or ("",))[int(table.values[row, j])]
+            raise InputError(
+                table.where(row, j), cell, "a number, 0 or 1 of several labels: names are for one column of classes"
+            )
+    values = table.values[:, list(columns)]
+    there = values[~np.isnan(values)]
+    if np.isin(there, (0, 1)).all() and not np.isnan(values).any():
+        return values.astype(np.int64)
+    return values
+
+
+def _categories(tables: Sequence[Table], column: int, rules: Preprocessing) -> tuple[str, ...] | None:
+    """Return the categories of a column in all tables, sorted; None where it has numbers."""
+    texts = {text for table in tables for text in table.texts[column] or ()}
+    if not texts:
+        return None
+    odd = [t for t in tables if t.texts[column] is None and not np.isnan(t.values[:, column]).all()]
+    if odd:
+        other = next(table for table in tables if table.texts[column])
+        row = int(np.flatnonzero(~np.isnan(odd[0].values[:, column]))[0])
+        shown = Shown(f"{odd[0].values[row, column]:g}")
+        name = f"; --encode onehot:{odd[0].names[column]} takes numbers as texts" if odd[0].header else ""
+        raise InputError(odd[0].where(row, column), shown, f"a text as in {other.path.name}, or numbers in both{name}")
+    if len(texts) > MOST_TEXTS:
+        right = f"one of at most {MOST_TEXTS:,} texts; --ignore leaves a column out"
+        raise InputError("column", tables[0].names[column], right)
+    return tuple(sorted(texts))
+
+
+def _check(tables: Sequence[Table], own: Sequence[int], labels: Sequence[int], rules: Preprocessing) -> None:
+    """Refuse what is no finite number, and texts, gaps and missing labels for which there is no rule."""
+    for table in tables:
+        _check_finite(table, [*own, *labels])
+    if not rules.encodes:
+        for table in tables:
+            for j in own:
+                texts, values = table.texts[j], table.values[:, j]
+                if texts:
+                    row = int(np.flatnonzero(~np.isnan(values))[0])
+                    different = len({text for t in tables for text in t.texts[j] or ()})
+                    name = f" (--ignore {table.names[j]} leaves it out)" if table.header else ""
+                    right = f"a number; --encode onehot makes a column of each of the {different:,} texts in this column{name}"
+                    raise InputError(table.where(row, j), texts[int(values[row])], right)
+    if rules.impute == "none":
+        for table in tables:
+            if np.isnan(table.values[:, own]).any():
+                raise _gap(
+                    table, own, f"a value ({_count(tables, own)}); --impute mean, median or drop says what to do"
+                )
+        for table in tables:
+            if np.isnan(table.values[:, labels]).any():
+                right = f"a label ({_count(tables, labels)}); with --impute drop such samples are left out"
+                raise _gap(table, labels, right)
+
+
+def _count(tables: Sequence[Table], columns: Sequence[int]) -> str:
+    """Return in words how many cells are missing in which columns."""
+    missing = {tables[0].names[j]: sum(int(np.isnan(t.values[:, j]).sum()) for t in tables) for j in columns}
+    missing = {name: count for name, count in missing.items() if count}
+    named = ", ".join(f"{name} {count:,}" for name, count in list(missing.items())[:8])
+    more = f" and {len(missing) - 8} more columns" if len(missing) > 8 else ""
+    files = sum(bool(np.isnan(t.values[:, list(columns)]).any()) for t in tables)
+    where = f" in {files} of {len(tables)} files" if len(tables) > 1 else ""
+    total = sum(missing.values())
+    return f"{total:,} {'value is' if total == 1 else 'values are'} missing{where}: {named}{more}"
+
+
+def _gap(table: Table, columns: Sequence[int], right: str) -> InputError:
+    """Return the error for the first gap of a table in these columns."""
+    row, at = (int(i) for i in np.argwhere(np.isnan(table.values[:, list(columns)]))[0])
+    return InputError(table.where(row, columns[at]), Shown("nothing"), right)
+
+
+def _check_finite(table: Table, columns: Sequence[int]) -> None:
+    """Refuse infinity, and numbers that float32 cannot hold."""
+    with np.errstate(invalid="ignore"):
+        bad = np.abs(table.values[:, list(columns)]) > LARGEST
+    if bad.any():
+        row, at = (int(i) for i in np.argwhere(bad)[0])
+        value = table.values[row, columns[at]]
+        raise InputError(table.where(row, columns[at]), Shown(f"{value:g}"), "a finite number that fits float32")

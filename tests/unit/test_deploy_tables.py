@@ -1,0 +1,303 @@
+"""Tables at real sites: what leaves a site before a run, and the same numbers as where all tables lie in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+import fedstill as fs
+from fedstill.core import tree
+from fedstill.core.errors import InputError, TrainingError
+from fedstill.data import Federation, Preprocessing, load
+from fedstill.data.columns import Columns
+from fedstill.data.federation import Client
+from fedstill.data.preprocess import fit
+from fedstill.deploy import audit
+from fedstill.deploy.data import SiteData
+from fedstill.deploy.hub_server import parse_about
+from fedstill.deploy.preparation import FEWEST, Agreed, agree, prepare
+from fedstill.deploy.site import SiteClient
+from fedstill.run.experiment import Experiment
+
+from .test_deploy import NAMES, Party
+
+RULES = {"impute": "mean", "encode": "onehot", "normalise": "federated"}
+COLUMNS = {"label": "diagnosis", "ignore": "patient"}
+
+
+def tables(folder: Path) -> Path:
+    """Three sites' patients; site c has a category and a class that no other has, and drops of gaps everywhere."""
+    rng = np.random.default_rng(5)
+    folder.mkdir()
+    for k, name in enumerate(NAMES):
+        lines = ["patient;age;sex;pressure;diagnosis"]
+        for i in range(60 - 12 * k):
+            age, pressure = rng.normal(50 + 9 * k, 12), rng.normal(128, 15)
+            sick = ("flu" if name == "c" and i % 9 == 0 else "ill") if age + pressure > 185 else "well"
+            sex = "fmd"[rng.integers(3 if name == "c" else 2)]
+            gap = "" if rng.random() < 0.15 else f"{pressure:.1f}".replace(".", ",")
+            lines.append(f"{name}{i};{age:.2f};{sex};{gap};{sick}".replace(".", ","))
+        (folder / f"{name}.csv").write_text("\n".join(lines))
+    return folder
+
+
+class Hospitals(Party):
+    """Sites that read their tables."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(None, folder)  # type: ignore[arg-type]
+        self.tables = tables(folder / "tables")
+        self.reading: dict[str, dict[str, Any]] = {}
+
+    def own(self, name: str) -> SiteData:
+        return SiteData.read(str(self.tables / f"{name}.csv"), **{**COLUMNS, **self.reading.get(name, {})})
+
+    def sent(self) -> list[tuple[str, dict[str, Any]]]:
+        """What sites have answered before the run."""
+        return [(name, json.loads(body)) for name, header, body in self.wire if header["do"] == "prepared"]
+
+
+@pytest.fixture
+def party(tmp_path: Path) -> Any:
+    made = Hospitals(tmp_path)
+    yield made
+    made.stop()
+
+
+def together(party: Hospitals, **rules: str) -> Federation:
+    """The same tables in one place, with the sites' own division into training and test samples."""
+    data = load(party.tables, preprocessing=Preprocessing(**COLUMNS, **rules))
+    assert data.owner is not None
+    parts = []
+    for k in range(3):
+        rows = np.flatnonzero(data.owner == k)
+        numbers = np.arange(len(rows), dtype=np.float32)[:, None]
+        alone = dataclasses.replace(data, x=numbers, y=data.y[rows], owner=None, rules=Preprocessing(), columns=None)
+        cut = Federation.from_dataset(alone, partition="iid", clients=1).clients[0]
+        parts.append([rows[x.long().ravel().numpy()] for x in (cut.x_train, cut.x_test)])
+    fitted = fit(data, [train for train, _ in parts], NAMES)
+    clients = []
+    for k, (train, test) in enumerate(parts):
+        own = fitted.of(k)
+        pairs = [(own.tensor(data.x[rows]), torch.from_numpy(data.y[rows])) for rows in (train, test)]
+        clients.append(Client(*pairs[0], *pairs[1]))
+    return Federation(
+        tuple(clients), data.classes, "hospitals", "", partition_record={"format": 1, "hash": ""}, labels=data.labels
+    )
+
+
+HELD: dict[str, Any] = {"rounds": 3, "dtype": "float64", "lr": 0.05, "momentum": 0.9, "device": "cpu", "engine": "one"}
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        RULES,
+        {"impute": "median", "encode": "onehot", "normalise": "site"},
+        {"impute": "mean:site", "encode": "onehot", "normalise": "federated"},
+        {"impute": "drop", "encode": "onehot", "normalise": "federated"},
+        {"impute": "mean", "encode": "onehot"},
+    ],
+    ids=lambda rules: "-".join(rules.values()),
+)
+def test_sites_give_the_numbers_of_one_place(party: Hospitals, rules: dict[str, str]) -> None:
+    one = fs.run(Experiment(method=fs.FedAvg(), **HELD), federation=together(party, **rules))
+    for name in NAMES:
+        party.start(name)
+    sites = party.run(fs.FedAvg(), **rules, audit=True)
+    merged = dict(tree.leaves(sites.server))
+    for entry, leaf in tree.leaves(one.server):
+        torch.testing.assert_close(merged[entry], leaf, rtol=0, atol=1e-10)
+    for a, b in zip(one.history, sites.history, strict=True):
+        for number in ("loss", "generic", "generic_clients", "steps"):
+            assert a.get(number) == pytest.approx(b.get(number), abs=1e-10), number
+    assert sites.outline is not None
+    assert sites.outline.labels == ("flu", "ill", "well")
+    assert sites.outline.preparation is not None
+    assert sites.outline.preparation.columns.features == ("age", "sex=d", "sex=f", "sex=m", "pressure")  # type: ignore[union-attr]
+    assert sites.outline.preparation.labels == ("diagnosis",)
+    assert audit.of_hub(party.folder / "run") == []
+    party.stop()
+    for name in NAMES:
+        (folder,) = (path for path in (party.folder / name).iterdir() if path.is_dir())
+        assert audit.of_site(folder, party.own(name)) == []
+
+
+def test_what_leaves_a_site_is_sums(party: Hospitals) -> None:
+    """By column counts, sums, and sums of squares: the same two questions to all, and of a category only whether it occurs."""
+    for name in NAMES:
+        party.start(name)
+    party.run(fs.FedAvg(), rounds=1, **RULES)
+    sent = party.sent()
+    assert sorted(name for name, _ in sent) == sorted(NAMES * 2)
+    for name, answer in sent:
+        assert answer.keys() == {"sizes", "sums"}
+        sums = answer["sums"]
+        assert {len(values) for values in sums.values()} == {5}
+        assert answer["sizes"] == {"train": sums["count"][0], "test": answer["sizes"]["test"]}
+        own = party.own(name).raw
+        assert own is not None
+        if "squares" in sums:
+            assert sums["squares"][1:4] == sums["total"][1:4] == [0, 0, 0]
+        else:
+            assert sums["total"][1:4] == [float(name == "c"), 1, 1], "whether there is a sample, not how many"
+            assert sums["count"][4] < sums["count"][0], "gaps are not counted"
+    (about,) = (header["about"] for name, header, _ in party.wire if name == "c" and header["do"] == "hello")
+    assert about["table"]["columns"] == {
+        "names": ["age", "sex", "pressure"],
+        "categories": [None, ["d", "f", "m"], None],
+        "named": True,
+    }
+    assert about["labels"] == ["flu", "ill", "well"]
+    assert parse_about(about)["table"]["gaps"] == about["table"]["gaps"]
+    (served,) = (party.folder / "b").glob("*/personal.safetensors")
+    with safe_open(served, "pt") as file:
+        about = json.loads(file.metadata()["preprocessing"])
+    assert about["label"] == ["diagnosis"], "so that the site can prepare new patients alike"
+    kept = json.loads((party.folder / "run" / "deployment.json").read_text())["preparation"]
+    assert kept["agreed"]["rules"]["normalise"] == "federated"
+
+
+def test_totals_are_kept_and_not_asked_for_again(party: Hospitals) -> None:
+    for name in NAMES:
+        party.start(name)
+    whole = party.run(fs.SCAFFOLD(), out="whole", rounds=4, **RULES)
+    party.run(fs.SCAFFOLD(), rounds=2, **RULES)
+    asked = len(party.sent())
+    party.stop()
+    for name in NAMES:
+        party.start(name)
+    from fedstill.deploy import hub as hubs
+
+    experiment = Experiment(method=fs.SCAFFOLD(), **{**HELD, "rounds": 2, **RULES})
+    assert not party.hub_server.wait_for(NAMES, 20)
+    again = hubs.run(party.hub_server, experiment, NAMES, party.folder / "run", rounds=4)
+    assert len(party.sent()) == asked
+    for (entry, a), (_, b) in zip(tree.leaves(whole.server), tree.leaves(again.server), strict=True):
+        assert torch.equal(a, b), entry
+
+
+def test_what_does_not_fit_is_one_line(party: Hospitals, tmp_path: Path) -> None:
+    for name in NAMES:
+        party.start(name)
+    for rules, says in (
+        ({}, "encode = 'none': should be 'onehot': column 'sex' has texts at site 'a'"),
+        ({"encode": "onehot"}, "impute = 'none': should be mean, median or drop: site 'a' has \\d+ gaps in 'pressure'"),
+        ({"label": "diagnosis"}, "label = 'diagnosis': should be left out in a deployment: a site's owner says it"),
+        ({"encode": "onehot:sex"}, "a site's owner names columns"),
+    ):
+        with pytest.raises(InputError, match=says):
+            party.run(fs.FedAvg(), **rules)
+    party.stop("c")
+    lines = (party.tables / "c.csv").read_text().splitlines()
+    few = [
+        lines[0],
+        *(";".join(["x", "40", "f", "128" if i < FEWEST - 2 else "", "ill" if i % 2 else "well"]) for i in range(30)),
+    ]
+    (party.tables / "c.csv").write_text("\n".join(few))
+    party.start("c")
+    party.hub_server.sites.pop("c")
+    says = f"site c: sums = . values of pressure: should be none or at least {FEWEST} at a site: fewer would tell of single"
+    with pytest.raises(TrainingError, match=says):
+        party.run(fs.FedAvg(), **RULES)
+    party.stop("c")
+    (party.tables / "c.csv").write_text("patient;age;pressure;sex;diagnosis\nx;1;2;f;ill\ny;2;3;m;well\nz;3;4;m;well\n")
+    party.start("c")
+    party.hub_server.sites.pop("c")
+    with pytest.raises(
+        InputError, match="columns of site 'c' = age, pressure, sex: should be age, sex, pressure as at site 'a'"
+    ):
+        party.run(fs.FedAvg(), **RULES)
+
+
+def test_arrays_are_scaled_too(tmp_path: Path) -> None:
+    """npz files: features by the same sums; a run without rules asks for nothing."""
+    rng = np.random.default_rng(2)
+    sites = []
+    for k, name in enumerate(NAMES):
+        x, y = rng.normal(40 + 5 * k, 9, (50 - 9 * k, 3)).astype(np.float32), rng.integers(0, 2, 50 - 9 * k)
+        np.savez(tmp_path / f"{name}.npz", train_x=x[:-12], train_y=y[:-12], test_x=x[-12:], test_y=y[-12:])
+        sites.append((x, y))
+
+    class Arrays(Party):
+        def own(self, name: str) -> SiteData:
+            return SiteData.read(str(tmp_path / f"{name}.npz"))
+
+    party = Arrays(None, tmp_path / "party")  # type: ignore[arg-type]
+    try:
+        for name in NAMES:
+            party.start(name)
+        party.run(fs.FedAvg(), out="plain", rounds=1)
+        assert not [header for _, header, _ in party.wire if header["do"] == "prepared"]
+        run = party.run(fs.FedAvg(), normalise="federated")
+    finally:
+        party.stop()
+    pool = np.concatenate([x[:-12] for x, _ in sites]).astype(np.float64)
+    scaled = [(((x - pool.mean(0)) / pool.std(0)).astype(np.float32), y) for x, y in sites]
+    fed = Federation.from_arrays([(x[:-12], y[:-12], x[-12:], y[-12:]) for x, y in scaled], classes=2)
+    one = fs.run(Experiment(method=fs.FedAvg(), **HELD), federation=fed)
+    merged = dict(tree.leaves(run.server))
+    for entry, leaf in tree.leaves(one.server):
+        torch.testing.assert_close(
+            merged[entry], leaf, rtol=0, atol=1e-7
+        )  # float32 samples of two ways to compute them
+
+
+def test_sums_that_are_none_are_one_line(party: Hospitals) -> None:
+    """Of a site that answers with something else, and of a hub that asks for something else."""
+    sites = {name: party.own(name) for name in NAMES}
+    abouts = [parse_about({**own.about(), "machine": {"clock": 0, "memory": 0, "disk": 0}}) for own in sites.values()]
+    agreed = agree(Preprocessing(**RULES), NAMES, abouts)
+    assert agreed is not None
+    clients = {name: SiteClient(party.folder / name, own) for name, own in sites.items()}
+    right = {
+        name: client.prepare(json.dumps({"agreed": agreed.to_dict()}).encode()) for name, client in clients.items()
+    }
+    good = json.loads(right["b"])
+
+    def changed(**sums: Any) -> bytes:
+        return json.dumps({**good, "sums": {**good["sums"], **sums}}).encode()
+
+    for wrong in (
+        b"",
+        b"[]",
+        b'{"sizes": {"train": 0}}',
+        b'{"sizes": {}, "sums": 3}',
+        changed(count=[1, 2]),
+        changed(total="x"),
+    ):
+        with pytest.raises(TrainingError, match="site b: its") as caught:
+            prepare(agreed, NAMES, lambda body, wrong=wrong: {**right, "b": wrong})  # type: ignore[misc]
+        assert str(caught.value).isprintable()
+    for question in (b"", b"[1]", b"{}", json.dumps({"agreed": {**agreed.to_dict(), "rules": {}}}).encode()):
+        with pytest.raises(InputError, match="question = of the hub: should be"):
+            clients["a"].prepare(question)
+    with pytest.raises(InputError, match="mean = 2 numbers: should be 5, one for each feature"):
+        clients["a"].prepare(json.dumps({"agreed": agreed.to_dict(), "mean": [0.0, 1.0]}).encode())
+    short = {"count": [3.0], "mean": [0.0], "std": [1.0]}
+    for totals in ({}, {"totals": short}, {"totals": {**short, "std": [0.0]}}, {"totals": 3}):
+        with pytest.raises(InputError, match="= of the hub: should be"):
+            sites["a"].under({"agreed": agreed.to_dict(), **totals})
+    other = Agreed(agreed.rules, Columns(("age",), (None,)), agreed.labels)
+    with pytest.raises(InputError, match="with the columns age"):
+        clients["a"].prepare(json.dumps({"agreed": other.to_dict()}).encode())
+    counting = SiteClient(party.folder / "d", sites["a"], max_epsilon=3.0)
+    with pytest.raises(
+        InputError, match=r"max_epsilon = 3\.0: should be 0: sums of training samples are nothing that ε counts"
+    ):
+        counting.prepare(json.dumps({"agreed": agreed.to_dict()}).encode())
+    with pytest.raises(
+        InputError, match="a table with gaps or texts: should be numbers without gaps, or a run that says"
+    ):
+        sites["a"].under(None)
+    answer, _ = party.hub_server.answer(
+        "a", {"do": "hello", "version": fs.__version__, "about": {**abouts[0], "table": 3}}, b""
+    )
+    assert answer == {"refused": "what it tells of itself cannot be read"}
