@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from ..core import startup
-from ..core.errors import InputError, TrainingError, nearest
+from ..core.errors import HookError, InputError, TrainingError, nearest
 from ..core.version import __version__
 from ..report.fit import hanging
 from ..run import signals
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         return _stop(str(error), 2)
     except TrainingError as error:
-        return _stop(str(error), 1)
+        return _stop(str(error), 2 if isinstance(error, HookError) else 1)
     except KeyboardInterrupt as stopped:
         return _stop(str(stopped) or "stopped", 128 + getattr(stopped, "signal", signal.SIGINT))
     except MemoryError:

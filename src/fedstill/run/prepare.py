@@ -24,6 +24,7 @@ from ..data import Federation
 from ..data.outline import Outline
 from ..data.poison import poisoned
 from ..edge.data_manager import DataManager, join, on_device
+from ..engine import rehearsal
 from ..engine.bench import Bench, threads
 from ..engine.trainer import Trainer
 from ..models import weights
@@ -215,8 +216,9 @@ def prepare(
         devices = clock.Devices.of(
             training.profile, len(federation), training.seed, training.availability, training.drop
         )
+    engine = rehearsal.rehearse(bench, training.engine) if rehearsal.is_own(method) else training.engine
     trainer = Trainer(
-        bench, training.engine, training.cohort, together, fast=training.fast, compile=training.compile,
+        bench, engine, training.cohort, together, fast=training.fast, compile=training.compile,
         precision=training.precision, workers=training.workers,
     )  # fmt: skip
     samples = scores.Samples.of(federation)
