@@ -68,9 +68,11 @@ def check_decorated(cls: type) -> None:
 def _check_name(cls: type, name: str, function: FunctionType, hooks: Mapping[str, tuple[str, ...]]) -> None:
     """Refuse a function whose name is nearly a hook's and that takes as many arguments."""
     bare = {_bare(hook): hook for hook in hooks}
+    own = _bare(name)
     near = [
-        n for n in difflib.get_close_matches(_bare(name), bare, n=1, cutoff=NEAR) if abs(len(n) - len(_bare(name))) <= 2
+        other for other in difflib.get_close_matches(own, bare, n=1, cutoff=NEAR) if abs(len(other) - len(own)) <= 2
     ]
+    near += [other for other in bare if sorted(other) == sorted(own)]  # letters in another order
     if not near:
         return
     hook = bare[near[0]]

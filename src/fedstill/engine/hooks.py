@@ -53,8 +53,10 @@ def explanation(method: Method, task: Task, error: Exception, stacked: bool) -> 
         return None
     hook, place = blamed
     name = f"{type(error).__name__}: " if isinstance(error, LookupError | AttributeError | TypeError) else ""
-    failure = f"{type(method).__name__}.{hook}{place} failed: {name}{first_line(error)}"
-    return TrainingError(f"{failure}. {_remedy(error, hook)}".replace("\n", " "))
+    failure, remedy = f"{type(method).__name__}.{hook}{place} failed: {name}{first_line(error)}", _remedy(error, hook)
+    if remedy is READS:  # torch explains itself at length
+        failure = f"{type(method).__name__}.{hook}{place} reads a tensor's value, by .item(), bool(), float() or a branch (if)"
+    return TrainingError(f"{failure}. {remedy}".replace("\n", " "))
 
 
 def reads_values(error: Exception) -> bool:

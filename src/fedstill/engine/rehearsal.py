@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.batch import Batch
-from ..core.errors import HookError, InputError, TrainingError
+from ..core.errors import HookError, TrainingError
 from ..core.method import Method, Phase, Upload
 from ..core.plan import JointPlan, Length
 from ..core.task import Task
@@ -47,12 +47,15 @@ def rehearse(bench: Bench, engine: EngineName) -> EngineName:
     Raises `HookError` for a mistake. What can be trained one by one alone is said in a line with the engine `one`, and otherwise
     an error if a hook reads a tensor's value.
     """
-    small = _small(bench, MOST)
+    small = _small(bench)
     if small is None:
         return engine
-    small, round = _rehearsed(bench, small)
-    if bench.task.private is not None or stackable.refusal(small) is not None:
-        return engine
+    try:
+        round = _alone(small)
+        if bench.task.private is not None or stackable.refusal(small) is not None:
+            return engine
+    except TrainingError as error:
+        raise HookError(str(error)) from error
     try:
         with explained(bench.method, small.task, stacked=True):
             _stacked(small, round)
@@ -64,29 +67,14 @@ def rehearse(bench: Bench, engine: EngineName) -> EngineName:
     return engine
 
 
-def _rehearsed(bench: Bench, small: Bench) -> tuple[Bench, Round]:
-    """Carry out the rounds one by one; where that fails, with all of the clients' samples, which a hook may need."""
-    try:
-        return small, _alone(small)
-    except InputError:
-        raise
-    except Exception as error:
-        whole = _small(bench, max(bench.data.train.sizes))
-        if whole is not None and whole.data.train.sizes != small.data.train.sizes:
-            return _rehearsed(whole, whole)
-        if isinstance(error, TrainingError):
-            raise HookError(str(error)) from error
-        raise
-
-
-def _small(bench: Bench, most: int) -> Bench | None:
+def _small(bench: Bench) -> Bench | None:
     """Return the bench with the two clients that have the fewest samples; None where this process holds no samples."""
     train = bench.data.train
     held = [k for k, size in enumerate(train.sizes) if size and (train.held is None or k in train.held)]
     chosen = sorted(held, key=lambda k: train.sizes[k])[:2][::-1]
     if not chosen:
         return None
-    sizes = tuple(min(most, train.sizes[k]) for k in chosen)
+    sizes = tuple(min(MOST, train.sizes[k]) for k in chosen)
     rows = [slice(train.starts[k], train.starts[k] + n) for k, n in zip(chosen, sizes, strict=True)]
     x, y = torch.cat([train.x[r] for r in rows]), torch.cat([train.y[r] for r in rows])
     part = Part(Samples(x), y, tuple(sum(sizes[:i]) for i in range(len(sizes))), sizes)
@@ -112,6 +100,9 @@ def _alone(bench: Bench) -> Round:
     method, task, calls = bench.method, dataclasses.replace(bench.task, round=1), Calls(bench.method)
     clients = range(len(bench.data.train.sizes))
     with explained(method, task, stacked=False):
+        phases = method.phases(task)
+        if not isinstance(phases, tuple | list) or not all(isinstance(phase, Phase) for phase in phases):
+            raise _wrong(method, "phases", phases, "It should return a tuple of fedstill.Phase")
         initial = bench.net.initial()
         server = calls.tree("init_server", lambda: method.init_server(task, initial), params=initial)
         memories = [
@@ -158,9 +149,6 @@ def _client(
     memory = tree.fit_rows(memory, method.per_sample, size)
     with torch.no_grad():
         local = calls.tree("begin", lambda: method.begin(task, down, memory), down=down, memory=memory)
-    phases = method.phases(task)
-    if not isinstance(phases, tuple | list) or not all(isinstance(phase, Phase) for phase in phases):
-        raise _wrong(method, "phases", phases, "It should return a tuple of fedstill.Phase")
     parts = bench.part("all", round)
     check_begun(method, [phase.model for _, phase, _ in parts if method.step is None], local)
     total = torch.zeros((), dtype=bench.net.dtype, device=task.here().y.device)
@@ -193,7 +181,8 @@ def _try_loss(bench: Bench, calls: Calls, task: Task, phase: Phase, local: Tree,
         enter = phase.enter
         with torch.no_grad():
             local = calls.tree("enter", lambda: enter(task, local), local=local)
-    name, model = getattr(loss, "__name__", "loss"), tree.clone(local[phase.model])
+    name = "loss" if phase.loss is None else getattr(phase.loss, "__name__", "loss")
+    model = tree.clone(local[phase.model])
     fixed = {entry: value for entry, value in model.items() if entry not in bench.net.buffers}  # which training changes
     value = calls(name, lambda: loss(task, model, local, batch), params=fixed, local=local)
     _check_loss(method, name, value, "It should return one number, a function of params")
