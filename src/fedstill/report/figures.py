@@ -295,7 +295,9 @@ def bubbles(
     counts = counts[:CLIENTS]
     clients = len(counts)
     cell = min(0.36, 14 / max(clients, classes))  # inches
-    figure = begin(max(5.5, 2.0 + cell * clients), max(2.6, 1.3 + cell * classes))
+    heads = [plain(name, k) for k, name in enumerate(names[:clients])] if clients <= 40 else []
+    upright = max(map(len, heads), default=0) if any(len(head) > 3 for head in heads) else 0
+    figure = begin(max(5.5, 2.0 + cell * clients), max(2.6, 1.3 + cell * classes + 0.09 * upright))
     axes = figure.subplots()
     largest = int(counts.max())
     client, label = np.nonzero(counts)
@@ -305,9 +307,8 @@ def bubbles(
     axes.set_ylim(-0.8, classes - 0.2)
     axes.set_xticks(range(0, clients, 1 if clients <= 40 else 5))
     axes.set_yticks(range(0, classes, 1 if classes <= 40 else 5))
-    if names and clients <= 40:
-        texts = [plain(name, k) for k, name in enumerate(names[:clients])]
-        axes.set_xticklabels(texts, rotation=90 if max(map(len, texts)) > 3 else 0)
+    if heads:
+        axes.set_xticklabels(heads, rotation=90 if upright else 0)
     if labels and classes <= 40:
         axes.set_yticklabels([plain(label, c) for c, label in enumerate(labels[:classes])])
     axes.set_xlabel("client")
