@@ -13,7 +13,8 @@ import pytest
 
 import fedstill as fs
 from fedstill.cli import main
-from fedstill.core.errors import TrainingError
+from fedstill.core.errors import TrainingError, can_be_shown
+from fedstill.data.outline import Outline
 from fedstill.report import figures
 from fedstill.report.bubbles import bubbles
 from fedstill.report.fit import cells_of
@@ -89,7 +90,7 @@ def test_files_of_models_have_names_that_any_system_takes(named: fs.Federation) 
     run = fs.simulate(fs.FedPer(), model=make("plain"), data=wide, **HOW)
     stems = [stem(run, k) for k in range(5)]
     assert stems[0] == f"client-0-{'東' * (LONGEST // 3)}"
-    assert stems[1:] == ["client-1-_.._etc", "client-2-…", "client-3", "client-4-_name"]
+    assert stems[1:] == ["client-1-_.._etc", "client-2-…", "client-3", "client-4-_u202ename"]
     assert all(len(name.encode()) < 200 for name in stems)
     run = fs.simulate(fs.FedPer(), model=make("plain"), data=ragged(), **HOW)
     assert stem(run, 3) == "client-3"
@@ -155,3 +156,13 @@ def test_a_comparisons_folder(folder: Path, tmp_path: Path, capsys) -> None:
     assert {path.name for path in (tmp_path / "models").iterdir()} == {
         f"client-{k}-{name}.safetensors" for k, name in enumerate(("Köln Süd", "a&b", "東京病院"))
     }
+
+
+def test_a_folder_from_elsewhere_moves_no_cursor() -> None:
+    """Names in a folder may be anything that JSON can hold."""
+    record = Outline.of(dataclasses.replace(ragged(), names=NAMES)).to_dict()
+    hostile = {**record, "names": ["a\x1b[2J", "b\nc", "d\u202e", "\ud800", "plain"], "labels": ["\x07", "ja", "nein"]}
+    outline = Outline.from_dict(hostile)
+    assert all(can_be_shown(name) for name in (*outline.names, *outline.labels))
+    assert outline.names[4] == "plain"
+    assert outline.client(0) == "a\\x1b[2J"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..core.errors import printable
 from ..core.objective import OBJECTIVES, ObjectiveName
 from ..core.reading import Unreadable, field, items
 from .dataset import MAX_CLASSES
@@ -31,6 +32,11 @@ class Outline:
     name: str = ""  # of the data set
     objective: ObjectiveName = "classification"
     target: tuple[int, ...] = ()  # the shape of one sample's target
+
+    def __post_init__(self) -> None:
+        """Make names such as any terminal shows: they may come from a file."""
+        for field_name in ("names", "labels"):
+            object.__setattr__(self, field_name, tuple(map(printable, getattr(self, field_name))))
 
     @classmethod
     def of(cls, federation: Federation) -> Outline:
