@@ -362,7 +362,7 @@ def test_it_is_for_methods_of_ones_own_and_on_few_samples(monkeypatch) -> None:
     run(fs.FedPer(), rounds=1)
     assert seen == []
     run(Counted(), data=ragged(((300, 2), (200, 2), (90, 2))), rounds=1)
-    assert seen == [64, 64]
+    assert seen == [16, 16]
 
 
 # ---- by command ------------------------------------------------------------------------------------------------------------

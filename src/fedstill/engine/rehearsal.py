@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.batch import Batch
-from ..core.errors import HookError, TrainingError
+from ..core.errors import HookError, InputError, TrainingError
 from ..core.method import Method, Phase, Upload
 from ..core.plan import JointPlan, Length
 from ..core.task import Task
@@ -32,7 +32,7 @@ from .stacked import Cohort
 from .stage import say
 from .step import check_begun, explained, over_clients
 
-MOST = 64  # samples of a client
+MOST = 16  # samples of a client
 TREE = "It should return a tree: a dictionary whose values are tensors or such dictionaries"
 
 
@@ -51,20 +51,30 @@ def rehearse(bench: Bench, engine: EngineName) -> EngineName:
     if small is None:
         return engine
     try:
-        round = _alone(small)
+        round = _one_by_one(small)
         if bench.task.private is not None or stackable.refusal(small) is not None:
             return engine
-    except TrainingError as error:
-        raise HookError(str(error)) from error
-    try:
         with explained(bench.method, small.task, stacked=True):
             _stacked(small, round)
-    except TrainingError as error:
-        if engine == "one" or (engine == "auto" and not reads_values(error)):
-            say(f"clients can be trained one by one only: {error}")
-            return "one"
-        raise HookError(str(error)) from error
+    except (MemoryError, torch.cuda.OutOfMemoryError):  # training itself may fit
+        return engine
+    except HookError:
+        raise
+    except (TrainingError, InputError) as error:
+        if isinstance(error, InputError) and (error.field != "engine" or engine == "stacked"):
+            raise
+        if engine == "stacked" or (engine == "auto" and reads_values(error)):
+            raise HookError(str(error)) from error
+        say(f"clients can be trained one by one only: {error}")
+        return "one"
     return engine
+
+
+def _one_by_one(bench: Bench) -> Round:
+    try:
+        return _alone(bench)
+    except TrainingError as error:
+        raise HookError(str(error)) from error
 
 
 def _small(bench: Bench) -> Bench | None:
