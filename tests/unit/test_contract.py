@@ -81,7 +81,7 @@ def test_helpers_are_left_alone(name: str) -> None:
 def test_every_method_that_comes_with_fedstill_is_left_alone() -> None:
     for kind in METHODS.values():
         contract.check_class(kind, Method)
-        contract.check_decorated(kind)
+        contract.check_decorated(kind, Method)
 
 
 SIGNATURES = {
@@ -219,6 +219,16 @@ def test_a_missing_decorator(kind: type[fs.Method], given: dict, field: str) -> 
         kind(**given)
     with pytest.raises(HookError, match=says):  # a class of it, decorated or not, has not the field either
         dataclass(frozen=True, kw_only=True)(type("Heir", (kind,), {}))()
+
+
+def test_a_mixin_may_annotate_what_it_uses() -> None:
+    class Mixin:
+        mean: str
+
+    class Mixed(Mixin, fs.FedAvg):
+        pass
+
+    assert Mixed(mean="uniform").mean == "uniform"
 
 
 def test_a_class_without_fields_needs_none() -> None:

@@ -50,10 +50,10 @@ def check_class(cls: type, base: type) -> None:
                 raise HookError(f"{cls.__name__}.{name} is not known. Did you mean {near[0]}?")
 
 
-def check_decorated(cls: type) -> None:
-    """Refuse a class that declares fields without the decorator that makes them fields."""
+def check_decorated(cls: type, base: type) -> None:
+    """Refuse a class that declares fields without the decorator that makes them fields; mixins may annotate what they like."""
     for kind in cls.__mro__:
-        if "__dataclass_params__" in vars(kind) or kind is object:
+        if "__dataclass_params__" in vars(kind) or not issubclass(kind, base):
             continue
         own = [name for name in inspect.get_annotations(kind) if not _is_class_variable(kind, name)]
         own = [name for name in own if not name.startswith("_")]

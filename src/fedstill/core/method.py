@@ -93,7 +93,7 @@ class Method:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse a class that was not decorated, whose fields are none."""
-        contract.check_decorated(cls)
+        contract.check_decorated(cls, Method)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
