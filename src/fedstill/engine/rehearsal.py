@@ -8,7 +8,6 @@ do not see it, and what hooks return is checked. Training itself pays nothing fo
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,7 @@ from .hooks import reads_values
 from .one import run_phase
 from .stacked import Cohort
 from .stage import say
-from .step import check_begun, explained, over_clients
+from .step import check_begun, explained
 
 MOST = 16  # samples of a client
 TREE = "It should return a tree: a dictionary whose values are tensors or such dictionaries"
@@ -224,13 +223,6 @@ def _stacked(bench: Bench, round: Round) -> None:
                 local = cohort.enter(number, local)
             local = cohort.run(number, phase, _length(phase), local)
         cohort.finish(local)
-    home = functools.partial(cohort.view.at, x=cohort.x, y=cohort.y)
-
-    def personal(site: Tree, down: Tree, memory: Tree) -> Tree:
-        return bench.method.personal(home(site), down, memory)
-
-    with torch.no_grad():
-        over_clients(personal, cohort.site, cohort.down, cohort.memory_after)
 
 
 # ---- what hooks change and return ----------------------------------------------------------------------------------------
