@@ -8,7 +8,7 @@ It needs no pytest. The laws themselves, as functions, are in `fedstill.testing.
 
 from __future__ import annotations
 
-from .check import LawError, Outcome, Report, check
+from .checks import LawError, Outcome, Report, check
 from .laws import Broken, Problem
 
 __all__ = ["Broken", "LawError", "Outcome", "Problem", "Report", "check"]

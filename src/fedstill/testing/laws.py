@@ -192,6 +192,8 @@ def nothing_aliases(problem: Problem, method: Method, engine: str) -> str:
     spy, given = Spy(), copy.deepcopy(problem.model.state_dict())
     result = problem.run(method, spy.transport, engine=engine, participation=1.0, rounds=2)
     last = [(reply, memory) for reply, memory in spy if reply.kind == "train" and reply.round == 2]
+    if len(last) != len(problem.data):
+        raise Broken(ALIASES, method, f"{len(last)} uploads of {len(problem.data)} clients were seen in a round of all")
     for reply, memory in last:
         mine = f"client {reply.client}'s upload", f"client {reply.client}'s memory"
         _apart(method, reply.up, memory, *mine, engine)
