@@ -23,7 +23,7 @@ SLOW = {  # files that `--quick` leaves out; of the laws and the system tests it
     "test_gate", "test_journal", "test_library_models",
     "test_model_store", "test_models", "test_models_images", "test_papers", "test_parts", "test_pool", "test_program",
     "test_rules",
-    "test_scores", "test_time", "test_together", "test_wait_free", "test_winograd",
+    "test_scores", "test_testing", "test_time", "test_together", "test_wait_free", "test_winograd",
 }  # fmt: skip
 QUICK = (
     "test_1_stacked_equals_one[plain-", "test_3_neutral_values_give_the_parent[one-", "test_the_books_agree[one-everything-",

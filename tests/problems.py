@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,87 +32,23 @@ from fedstill.run.experiment import Training
 from fedstill.run.prepare import Simulation
 from fedstill.run.session import Session, Start, Transports, start
 from fedstill.server.coordinator import Coordinator
+from fedstill.testing import problems
+from fedstill.testing.problems import ADAPTED as ADAPTED
+from fedstill.testing.problems import CLASSES as CLASSES
+from fedstill.testing.problems import MODELS as MODELS
+from fedstill.testing.problems import SIZES as SIZES
+from fedstill.testing.problems import Convolved as Convolved
+from fedstill.testing.problems import Normed as Normed
+from fedstill.testing.problems import Plain as Plain
+from fedstill.testing.problems import distance as distance
+from fedstill.testing.problems import identical as identical
+from fedstill.testing.problems import make, needed, ragged
+from fedstill.testing.problems import states as states
+from fedstill.testing.spy import Spy as Spy
 from fedstill.transport.local import LocalTransport
-from fedstill.transport.messages import Order, Reply
+from fedstill.transport.messages import Reply
 
-SIZES = ((13, 5), (7, 3), (1, 2), (10, 4), (5, 1))
-CLASSES = 3
-
-
-def ragged(sizes=SIZES, shape=(4,), seed=0) -> fs.Federation:
-    """Clients with their own label balance and sizes."""
-    g = np.random.default_rng(seed)
-    centres = g.normal(size=(CLASSES, *shape))
-    clients = []
-    for sizes_k in sizes:
-        balance = g.dirichlet([0.7] * CLASSES)
-        y = [g.choice(CLASSES, size=n, p=balance) for n in sizes_k]
-        x = [centres[labels] + 0.7 * g.normal(size=(len(labels), *shape)) for labels in y]
-        clients.append((x[0], y[0], x[1], y[1]))
-    return fs.Federation.from_arrays(clients, classes=CLASSES)
-
-
-class Plain(nn.Module):
-    """Two linear layers."""
-
-    head_modules = "fc2"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(4, 6), nn.Linear(6, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(torch.tanh(self.fc1(x)))
-
-
-class Normed(nn.Module):
-    """BatchNorm in body and head, and dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.bn, self.drop = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3)
-        self.head = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, CLASSES))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.drop(torch.relu(self.bn(self.fc1(x)))))
-
-
-class Convolved(nn.Module):
-    """A convolution, spatial BatchNorm and channel dropout, on 1×2×2 images."""
-
-    head_modules = ("fc",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.bn, self.drop = nn.Conv2d(1, 4, 2, padding=1), nn.BatchNorm2d(4), nn.Dropout2d(0.25)
-        self.fc = nn.Linear(36, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(self.drop(torch.relu(self.bn(self.conv(x.reshape(-1, 1, 2, 2))))).flatten(1))
-
-
-MODELS = {"plain": Plain, "normed": Normed, "convolved": Convolved}
-
-
-def make(name: str, seed: int = 5) -> nn.Module:
-    """A model with fixed weights, in float64 so that nothing is lost on the way in."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return MODELS[name]().double()
-
-
-SETTINGS = dict(
-    rounds=3, participation=0.6, epochs=2, batch_size=4, lr=0.05, momentum=0.9, weight_decay=1e-3, seed=2, dtype="float64",
-    device="cpu",
-)  # fmt: skip
-
-
-ADAPTED = "r=2,alpha=3,targets=*,head=freeze"  # of some models the head is the only linear layer
-
-
-def needed(method: fs.Method) -> dict[str, Any]:
-    """The settings that a method cannot do without: adapters, for methods that are about them."""
-    return {"lora": ADAPTED} if method.needs_lora else {}
+SETTINGS = dict(problems.SETTINGS)  # a dictionary of the tests' own, which a fixture may change
 
 
 def run(
@@ -134,24 +70,6 @@ EAGER = Tuning(pool.Limits(call=0, start=0), winograd.Limits(0, 0, 0, 0))  # fas
 def retuned(ready: simulation.Simulation, **changes) -> simulation.Simulation:
     """The same run with a trainer that differs, by what `Trainer` takes."""
     return dataclasses.replace(ready, trainer=ready.trainer.over(ready.trainer.bench, **changes))
-
-
-def states(run: fs.Run) -> dict[str, Params]:
-    """Every model that a run ends with."""
-    models = {"generic": run.generic()}
-    return models | {f"personal {k}": run.personal(k) for k in range(run.task.clients)}
-
-
-def distance(a: dict[str, Params], b: dict[str, Params]) -> float:
-    """The largest difference between two runs' models."""
-    assert a.keys() == b.keys()
-    gaps = [(a[model][name].double() - b[model][name].double()).abs().max().item() for model in a for name in a[model]]
-    return max(gaps)
-
-
-def identical(a: dict[str, Params], b: dict[str, Params]) -> bool:
-    """Whether two runs' models agree to the bit."""
-    return a.keys() == b.keys() and all(torch.equal(a[m][n], b[m][n]) for m in a for n in a[m])
 
 
 # ---- quadratic clients: loss_k(w) = a_k/2·(w − b_k)², so that fixed points are known by algebra -----------------------
@@ -260,34 +178,6 @@ def finish(sim: Simulation, transport: Transports | None = None, **options: Any)
 def rows(history: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a run's records without the seconds that it took."""
     return [{name: value for name, value in record.items() if "seconds" not in name} for record in history]
-
-
-class Spy(list[tuple[Reply, Tree]]):
-    """Every reply that passes, each with what its client keeps after it. `transport` is the transport to give to a run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.orders: list[Order] = []
-
-    def transport(self, edge: Edge) -> LocalTransport:
-        """Return a transport that notes what it carries."""
-        spy = self
-
-        class Watched(LocalTransport):
-            def dispatch(self, orders: Sequence[Order]) -> None:
-                spy.orders += orders
-                super().dispatch(orders)
-
-            def replies(self, timeout: float | None = None) -> Iterator[Reply]:
-                for reply in super().replies(timeout):
-                    spy.append((reply, edge.store.get(reply.run * edge.clients + reply.client)))
-                    yield reply
-
-        return Watched(edge)
-
-    def trained(self) -> list[Reply]:
-        """Return the replies to orders to train."""
-        return [reply for reply, _ in self if reply.kind == "train"]
 
 
 class Tampered:

@@ -8,20 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedstill as fs
-from fedstill.core import tree
 from fedstill.engine import fused
 from fedstill.nn.kernels import winograd
-from fedstill.run import simulation
-from fedstill.run.experiment import Training
+from fedstill.testing import laws
+from fedstill.testing.laws import Problem
 
 from ..problems import (
     EAGER,
     MODELS,
     SETTINGS,
-    WIRED,
     distance,
-    finish,
-    identical,
     make,
     on_quadratics,
     point,
@@ -29,23 +25,20 @@ from ..problems import (
     run,
     states,
 )
-from .privacy import leaks
-from .table import OPTIMUM, ROWS, Neutral, Row, mean_of_pulls
+from .table import OPTIMUM, ROWS, Neutral, Row, mean_of_pulls, own_optimum
 
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+
+
+def problem(row: Row, model: str, data: fs.Federation | None = None) -> Problem:
+    """The shared problem with a row's settings."""
+    return Problem(make(model), data or ragged(), {**SETTINGS, **row.settings})
 
 
 @every_row
 @pytest.mark.parametrize("model", MODELS)
 def test_1_stacked_equals_one(row: Row, model: str) -> None:
-    one, stacked = (run(row.method, model, engine=engine, **row.settings) for engine in ("one", "stacked"))
-    assert distance(states(one), states(stacked)) < 1e-10
-    for a, b in zip(one.history, stacked.history, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], abs=1e-10)
-        assert a["personal_clients"] == b["personal_clients"]
-    first = one.task.net.export(one.task.net.initial())
-    moved = {m: {n: v - first[n] for n, v in s.items()} for m, s in states(one).items()}
-    assert any(v.abs().max() > 1e-3 for s in moved.values() for v in s.values()), "nothing was trained"
+    laws.stacked_equals_one(problem(row, model), row.method, moves=1e-3)
 
 
 # Tracing takes a second or two, so each method and variant has one of the two models that ask most of a program.
@@ -136,10 +129,7 @@ def test_1_fast_paths_on_and_off(row: Row, model: type[nn.Module], monkeypatch) 
 
 @every_row
 def test_2_the_wire_changes_nothing(row: Row) -> None:
-    prepared = simulation.prepare(
-        row.method, make("normed"), ragged(), None, Training(**SETTINGS, **row.settings, engine="one")
-    )
-    assert identical(states(finish(prepared)), states(finish(prepared, WIRED)))
+    laws.wire_changes_nothing(problem(row, "normed"), row.method)
 
 
 NEUTRAL = [(row, law) for row in ROWS for law in row.neutral]
@@ -148,12 +138,9 @@ NEUTRAL = [(row, law) for row in ROWS for law in row.neutral]
 @pytest.mark.parametrize(("row", "law"), NEUTRAL, ids=lambda v: v.name if isinstance(v, Row) else v.parent.id)
 @pytest.mark.parametrize("engine", ["one", "stacked"])
 def test_3_neutral_values_give_the_parent(row: Row, law: Neutral, engine: str) -> None:
-    settings = {**SETTINGS, **law.settings, "engine": engine}
-    a = fs.simulate(law.variant, model=make("plain"), data=ragged(), **settings)
-    b = fs.simulate(law.parent, model=law.parent_model(make("plain")), data=ragged(), **settings)
-    chosen = [name for name in states(a) if law.of == "both" or name.startswith(law.of)]
-    ours, theirs = ({name: states(r)[name] for name in chosen} for r in (a, b))
-    assert distance(ours, theirs) <= law.within
+    settings = {**SETTINGS, **law.settings}
+    ours, theirs = (Problem(module, ragged(), settings) for module in (make("plain"), law.parent_model(make("plain"))))
+    laws.neutral_gives_parent(ours, law.variant, law.parent, law.of, law.within, theirs, engine)
 
 
 @every_row
@@ -170,27 +157,15 @@ def test_4_scaffold_finds_the_optimum_where_fedavg_does_not() -> None:
     assert abs(point(scaffold.generic()) - OPTIMUM) < 1e-9
 
 
-def exchanges(method: fs.Method, engine: str, spied, **changes) -> list[list[str]]:
-    """What each upload of a short run gives away: the checker's findings, upload by upload.
-
-    Nobody has one sample alone: BatchNorm would turn it into zeros, so that private statistics are shared biases.
-    """
-    several = ragged(((13, 5), (7, 3), (6, 2), (10, 4), (5, 1)))
-    result = run(method, "normed", several, engine=engine, participation=1.0, **changes)
-    task = result.task
-    initial = task.net.export(task.net.initial())
-    memories, findings = {}, []
-    for reply, after in (seen for seen in spied if seen[0].kind == "train"):
-        before = memories.get(reply.client, method.init_client(task, initial))
-        findings.append(leaks(reply.up, before, after, initial, method.private(task)))
-        memories[reply.client] = after
-    return findings
+def several(row: Row) -> Problem:
+    """Nobody has one sample alone: BatchNorm would turn it into zeros, so that private statistics are shared biases."""
+    return problem(row, "normed", ragged(((13, 5), (7, 3), (6, 2), (10, 4), (5, 1))))
 
 
 @every_row
 @pytest.mark.parametrize("engine", ["one", "stacked"])
-def test_5_private_stays_private(row: Row, engine: str, spied) -> None:
-    findings = exchanges(row.method, engine, spied, **row.settings)
+def test_5_private_stays_private(row: Row, engine: str) -> None:
+    findings = laws.given_away(several(row), row.method, engine)
     assert findings == [[]] * 15  # three rounds of five clients
 
 
@@ -210,7 +185,7 @@ CASES = [*((leak, "head.0.weight") for leak in LEAKS), *((leak, "head.3.bias") f
 
 
 @pytest.mark.parametrize(("leak", "of"), CASES)
-def test_5_finds_a_method_that_leaks(leak: str, of: str, spied) -> None:
+def test_5_finds_a_method_that_leaks(leak: str, of: str) -> None:
     start = make("normed").state_dict()[of]
 
     class Leaky(fs.FedPer):
@@ -218,54 +193,29 @@ def test_5_finds_a_method_that_leaks(leak: str, of: str, spied) -> None:
             up, new_memory = super().finish(task, down, memory, local)
             return {**up, "statistics": LEAKS[leak](local["params"][of], memory[of], start)}, new_memory
 
-    findings = exchanges(Leaky(), "one", spied)
+    findings = laws.given_away(several(Row(Leaky(), own_optimum)), Leaky(), "one")
     caught = [lines == [f"statistics ← {of}"] for lines in findings]
     assert all(caught[5:] if leak == "an earlier one" else caught)  # the first one is what everybody has
 
 
 @every_row
 def test_6_cohorts_and_padding_are_invisible(row: Row) -> None:
-    how = {"engine": "stacked", "rounds": 2, **row.settings}
-    together = run(row.method, "normed", **how)
-    for cohort in (1, 2):
-        assert distance(states(together), states(run(row.method, "normed", cohort=cohort, **how))) < 1e-10
-    assert identical(states(run(row.method, cohort=2, **row.settings)), states(run(row.method, **row.settings)))
+    laws.cohorts_are_invisible(problem(row, "normed"), row.method)
+    laws.cohorts_are_invisible(problem(row, "plain"), row.method)
 
 
 @every_row
 @pytest.mark.parametrize("engine", ["one", "stacked"])
 def test_7_same_seed_same_bits_and_evaluation_changes_nothing(row: Row, engine: str) -> None:
-    torch.manual_seed(1)
-    how = {"engine": engine, "rounds": 2, **row.settings}
-    first = run(row.method, "normed", **how)
-    torch.manual_seed(2)
-    before = torch.get_rng_state()
-    second = run(row.method, "normed", eval_every=2, **how)
-    assert torch.equal(before, torch.get_rng_state()), "a global generator was used"
-    assert identical(states(first), states(second))
-    assert not identical(states(first), states(run(row.method, "normed", seed=9, **how)))
+    laws.same_seed_same_bits(problem(row, "normed"), row.method, engine)
 
 
 @every_row
 @pytest.mark.parametrize("engine", ["one", "stacked"])
-def test_8_nothing_aliases(row: Row, engine: str, spied) -> None:
-    result = run(row.method, "normed", engine=engine, participation=1.0, rounds=2, **row.settings)
-    last = [(reply, memory) for reply, memory in spied if reply.kind == "train" and reply.round == 2]
-    assert len(last) == 5
-    for reply, memory in last:
-        assert not tree.aliases(reply.up, memory)
-        assert not tree.aliases(memory, result.server)
-        assert not tree.aliases(reply.up, result.server)
-    for reply, _ in last:
-        for other, memory in last:
-            if other is not reply:
-                assert not tree.aliases(reply.up, other.up)
-                assert not tree.aliases(reply.up, memory)
-    model = make("normed")
-    trained = fs.simulate(
-        row.method, model=model, data=ragged(), **{**SETTINGS, **row.settings, "rounds": 1}, engine=engine
-    )
-    assert all(torch.equal(v, make("normed").state_dict()[n]) for n, v in model.state_dict().items())
-    generic = trained.generic()
-    generic[next(iter(generic))].fill_(7.0)
-    assert not torch.equal(trained.generic()[next(iter(generic))], generic[next(iter(generic))])
+def test_8_nothing_aliases(row: Row, engine: str) -> None:
+    laws.nothing_aliases(problem(row, "normed"), row.method, engine)
+
+
+@every_row
+def test_9_the_order_of_uploads_is_invisible(row: Row) -> None:
+    laws.uploads_in_any_order(problem(row, "normed"), row.method)

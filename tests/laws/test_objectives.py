@@ -10,79 +10,20 @@ import functools
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fedstill as fs
 from fedstill.core.errors import InputError
-from fedstill.core.objective import IGNORED
 from fedstill.run import simulation
 from fedstill.run.experiment import Training
+from fedstill.testing import problems
+from fedstill.testing.problems import model
 
-from ..problems import SETTINGS, SIZES, WIRED, distance, finish, states
+from ..problems import SETTINGS, WIRED, distance, finish, states
 from .table import ROWS, Neutral, Row
 
 KINDS = ("regression", "multilabel", "tokens")
-OUTPUTS = {"regression": 2, "multilabel": 3, "tokens": 5}
-LENGTH = 3  # tokens of a sample
-
-
-@functools.cache
-def federation(kind: str) -> fs.Federation:
-    """Ragged clients; each has relations of its own between samples and targets."""
-    g = np.random.default_rng(3)
-    clients = []
-    for sizes in SIZES:
-        shift, parts = g.normal(size=OUTPUTS[kind]), []
-        for n in sizes:
-            x = g.normal(size=(n, 4))
-            if kind == "tokens":
-                x = g.integers(0, OUTPUTS[kind], (n, LENGTH))
-                y = np.where(g.random((n, LENGTH)) < 0.3, IGNORED, (x + int(abs(shift[0]) * 3)) % OUTPUTS[kind])
-                y[:, 0] = x[:, -1]
-            else:
-                y = np.tanh(x[:, : OUTPUTS[kind]]) * 2 + shift
-                y = (y > 0).astype(int) if kind == "multilabel" else y
-            parts += [x, y]
-        clients.append(tuple(parts))
-    return fs.Federation.from_arrays(clients, objective=kind, classes=OUTPUTS[kind])
-
-
-class Net(nn.Module):
-    """Two layers under BatchNorm and dropout."""
-
-    head_modules = "fc2"
-
-    def __init__(self, outputs: int) -> None:
-        super().__init__()
-        self.fc1, self.bn, self.drop, self.fc2 = (
-            nn.Linear(4, 6),
-            nn.BatchNorm1d(6),
-            nn.Dropout(0.2),
-            nn.Linear(6, outputs),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.drop(torch.tanh(self.bn(self.fc1(x)))))
-
-
-class Reader(nn.Module):
-    """Sees a token and the mean of all: [n, L] → [n, L, C]."""
-
-    head_modules = "fc2"
-
-    def __init__(self, outputs: int) -> None:
-        super().__init__()
-        self.embed, self.drop, self.fc2 = nn.Embedding(outputs, 6), nn.Dropout(0.2), nn.Linear(6, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        seen = self.embed(x.long())
-        return self.fc2(self.drop(torch.tanh(seen + seen.mean(1, keepdim=True))))
-
-
-def model(kind: str) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(4)
-        return (Reader if kind == "tokens" else Net)(OUTPUTS[kind]).double()
+federation = functools.cache(problems.federation)
 
 
 def train(kind: str, method: fs.Method, transport=None, **changes) -> fs.Run:

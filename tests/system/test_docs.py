@@ -24,6 +24,7 @@ from fedstill.data.split import parse_split
 from fedstill.methods import METHODS
 from fedstill.models import LIBRARIES, MODELS
 from fedstill.models.arguments import parse as parse_arguments
+from fedstill.testing import check
 
 from .. import problems
 from ..laws.table import stationary_alone
@@ -245,6 +246,15 @@ def test_the_example_without_its_term_is_fedavg(example: ModuleType, engine: str
     assert problems.distance(ours, theirs) == 0
     held = problems.states(problems.run(example.FedHold(lam=0.7), engine=engine))
     assert problems.distance(held, theirs) > 1e-4, "the term has no effect"
+
+
+def test_the_example_obeys_the_laws_in_one_call(example: ModuleType) -> None:
+    """As the guide calls it; the laws that it prints are those that there are."""
+    report = check(example.FedHold(lam=0.7), neutral={"lam": 0.0}, parent=fs.FedAvg())
+    text = (ROOT / "docs/new-method.md").read_text(encoding="utf-8")
+    for outcome in report.outcomes:
+        assert re.search(rf"^{outcome.law} +{outcome.state} ", text, re.M), outcome.law
+    assert f"{report.summary().rpartition(',')[0]}, " in text
 
 
 def test_the_example_reaches_its_fixed_point(example: ModuleType) -> None:

@@ -170,11 +170,21 @@ def test_a_sample_is_drawn_anew_in_each_epoch_round_and_client() -> None:
     """Every client has the same sample in every place: what differs is what was drawn."""
     one = np.arange(25.0).reshape(1, 1, 5, 5)
     clients = [(np.repeat(one, 3, 0), np.array([0, 1, 2]), one, np.array([0])) for _ in range(2)]
-    Seen.batches = []
+
+    class Begun:
+        """Forgets what was seen before the first round, in which the hooks are rehearsed."""
+
+        def on_start(self, coordinator) -> None:
+            Seen.batches = []
+
+        def on_round(self, coordinator, record) -> None: ...
+
+        def on_end(self, coordinator) -> None: ...
+
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(25, 3)).double()
     run(
         Seen(), net, fs.Federation.from_arrays(clients), augment="crop:2,jitter:0.5", participation=1.0, epochs=2,
-        batch_size=3, rounds=2, workers=1,
+        batch_size=3, rounds=2, workers=1, callbacks=[Begun()],
     )  # fmt: skip
     looks = [row.flatten().tolist() for batch in Seen.batches for row in batch.x]
     assert len(looks) == 3 * 2 * 2 * 2

@@ -23,6 +23,7 @@ LAYERS = (
     ("scores",),
     ("run", "papers"),
     ("report",),
+    ("testing",),
     ("reproduce",),
     ("deploy",),
     ("cli",),

@@ -386,7 +386,7 @@ def test_refusals(engine: str, trainers) -> None:
             generic, personal = super().phases(task)
             return generic, personal, replace(personal, model="anchor")
 
-    trainer = trainers(Two(), engine)
+    trainer = trainers(Two(), engine, "plain")  # in which Ditto's anchor is a whole model
     works = works_of(trainer)
     with pytest.raises(
         ValueError, match=r"ditto has 2 phases of other models than params \(v, anchor\): should be one"

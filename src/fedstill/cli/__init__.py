@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from ..core import startup
-from ..core.errors import InputError, TrainingError, nearest
+from ..core.errors import HookError, InputError, TrainingError, nearest
 from ..core.version import __version__
 from ..report.fit import hanging
 from ..run import signals
@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # by name: module and function, import
     "run": ("train:run", "run one method: fedstill run METHOD, or fedstill run experiment.toml"),
     "compare": ("train:compare", "run several methods on the same data and set them side by side"),
     "sweep": ("train:sweep", "run one method with several values of a field: fedstill sweep pfedsd lam=0.1,0.5,1"),
+    "check": ("check:check", "put a method of your own under the laws: fedstill check my_method.py:MOON"),
     "demo": ("train:demo", "compare four methods on handwritten digits; a table and a picture in a minute"),
     "resume": ("train:resume", "continue a run that was stopped"),
     "deploy-demo": (
@@ -61,6 +62,7 @@ EXAMPLES = (
     ("fedstill compare local fedavg pfedsd --partition shards:2", "side by side, on the same split"),
     ("fedstill compare all --seeds 3 --out runs/all", "all methods, mean ± std over seeds, saved"),
     ("fedstill sweep pfedsd lam=0.1,0.5,1 --seeds 3", "several values of a field, as one stack where that pays"),
+    ("fedstill check my_method.py:MOON", "a method of your own under the laws, in seconds"),
     ("fedstill costs fedavg pfedsd pfedme --model cnn-fmnist --no-time", "FLOPs and bytes of a round"),
     ("fedstill run pfedsd --profile lognormal:0.5 --drop 0.1 --out runs/slow", "on devices that differ, some lost"),
     ("fedstill report runs/all", "one page of results: who is best, and who should join"),
@@ -95,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         return _stop(str(error), 2)
     except TrainingError as error:
-        return _stop(str(error), 1)
+        return _stop(str(error), 2 if isinstance(error, HookError) else 1)
     except KeyboardInterrupt as stopped:
         return _stop(str(stopped) or "stopped", 128 + getattr(stopped, "signal", signal.SIGINT))
     except MemoryError:

@@ -50,7 +50,7 @@ def completion(argv: Sequence[str]) -> None:
 def collect() -> tuple[dict[str, Completions], dict[str, list[str]]]:
     """Return what follows each command, and the values of flags that take one of a few; from the commands' own help."""
     words: dict[str, Sequence[str]] = {
-        **dict.fromkeys(("run", "sweep", "methods"), sorted(METHODS)),
+        **dict.fromkeys(("run", "sweep", "check", "methods"), sorted(METHODS)),
         **{name: [*sorted(METHODS), "all"] for name in ("compare", "costs")},
         **{"hub": list(HUB_WORDS), "site": list(SITE_WORDS), "data": ["show"], "completion": SHELLS},
     }

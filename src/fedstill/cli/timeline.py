@@ -55,6 +55,7 @@ def timeline(argv: Sequence[str]) -> None:
     shown = [_select(flag_values["rounds"], lines) if "rounds" in flag_values else lines[:FIRST] for lines, _ in runs]
     out = picture(flag_values["out"]) if "out" in flag_values else paths[0] / "timeline.png"
     panels: dict[str, Sequence[report.Line]] = {}
+    names: dict[str, Sequence[str]] = {}
     for path, (lines, values), selected in zip(paths, runs, shown, strict=True):
         if len(paths) > 1:
             say(f"{path}:")
@@ -65,12 +66,14 @@ def timeline(argv: Sequence[str]) -> None:
         if abandoned:
             say(f"abandoned, with fewer than {values['minimum']} replies: {len(abandoned)} of {len(lines)} rounds")
         title = f"{values['method']['id']} on {values['data']}, devices {values['profile']}{_wait_free(values)}"
-        panels[title if title not in panels else f"{title} ({path})"] = selected
+        title = title if title not in panels else f"{title} ({path})"
+        panels[title], outline = selected, Journal(path).outline()
+        names[title] = () if outline is None else outline.names
     if not figures.available():
         say(figures.MISSING)
         return
     notes = {_note(values) for _, values in runs}
-    report.draw(panels, out, notes.pop() if len(notes) == 1 else "")
+    report.draw(panels, out, notes.pop() if len(notes) == 1 else "", names)
     say(f"picture: {out}")
 
 

@@ -77,6 +77,13 @@ class TrainingError(RuntimeError):
     """Training cannot go on (a loss that is not finite, no replies). The message is one line; the command exits with 1."""
 
 
+class HookError(TrainingError, TypeError):
+    """A mistake in a method's own code: which hook, and what would be right. One line; the command exits with 2."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(shorten(message, 1000)))
+
+
 class Paused(Exception):
     """A run ends before its last round, its state saved; others beside it go on to the end of the same round."""
 

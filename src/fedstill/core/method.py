@@ -15,13 +15,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from . import settings
+from . import contract, settings
 from .batch import Batch
 from .closed import CROSS_ENTROPY, ClosedForm
+from .errors import HookError
 from .task import Loss, Phase, Task, Upload
 from .tree import Params, Tree
 
@@ -73,8 +74,9 @@ class Method:
 
         `averages` and `noisy_mean` describe `merge`; `noisy_steps`, `wait_free` and `personal_passes` describe a client's round;
         `personal_gradients` describes `personal`, `closed_form` the objective. Overriding a hook, also by a mixin, clears what
-        describes it; restate it.
+        describes it; restate it. A misspelt hook and a wrong signature are refused as well (`core.contract`).
         """
+        contract.check_class(cls, Method)
         if _differs(cls, "averages", "merge"):
             cls.averages = False
         if _differs(cls, "noisy_mean", "merge"):
@@ -91,7 +93,12 @@ class Method:
             cls.closed_form = not_known  # type: ignore[method-assign]
         hidden = [n for n in inspect.get_annotations(cls) if callable(getattr(Method, n, None))]
         if hidden:
-            raise TypeError(f"{cls.__name__}.{hidden[0]}: a field needs another name than the hook {hidden[0]}()")
+            raise HookError(f"{cls.__name__}.{hidden[0]}: a field needs another name than the hook {hidden[0]}()")
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse a class that was not decorated, whose fields are none."""
+        contract.check_decorated(cls, Method)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         settings.check(self)

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .errors import InputError, first_line
+from .errors import HookError, InputError, first_line
 
 REFERENCE = re.compile(r"(?P<where>[^@]+):(?P<name>[A-Za-z_]\w*)(?:@(?P<digest>[0-9a-f]{16}))?", re.ASCII)
 LIBRARIES = ("timm", "hf")  # what stands before the colon of a library's model, which is no code of one's own
@@ -116,5 +116,8 @@ def _module(field: str, text: str) -> tuple[ModuleType, Path]:
     return module, Path(str(module.__file__))
 
 
-def _failed(field: str, text: str, error: Exception) -> InputError:
+def _failed(field: str, text: str, error: Exception) -> Exception:
+    """Return the error to raise: one about a hook is as it is."""
+    if isinstance(error, HookError):
+        return error
     return InputError(field, text, f"code that can be imported ({type(error).__name__}: {first_line(error)})")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..core.errors import printable
 from ..core.objective import OBJECTIVES, ObjectiveName
 from ..core.reading import Unreadable, field, items
 from .dataset import MAX_CLASSES
@@ -35,6 +36,11 @@ class Outline:
     preparation: Preparation | None = (
         None  # how samples were made of tables, or scaled by the clients' training samples
     )
+
+    def __post_init__(self) -> None:
+        """Make names such as any terminal shows: they may come from a file."""
+        for field_name in ("names", "labels"):
+            object.__setattr__(self, field_name, tuple(map(printable, getattr(self, field_name))))
 
     @classmethod
     def of(cls, federation: Federation) -> Outline:

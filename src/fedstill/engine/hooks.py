@@ -22,6 +22,7 @@ HOOKS = (
     "init_server", "init_client", "send", "begin", "phases", "fit", "loss", "step", "closed_form", "correct", "finish",
     "merge", "personal", "generic",
 )  # fmt: skip
+READS = "A hook must not read a tensor's value in Python: use torch.where or a mask, or engine='one'"
 CALLERS: dict[CodeType, str] = {}  # the engines' functions that do nothing but call one hook
 Frame = tuple[CodeType, int]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -52,14 +53,21 @@ def explanation(method: Method, task: Task, error: Exception, stacked: bool) -> 
         return None
     hook, place = blamed
     name = f"{type(error).__name__}: " if isinstance(error, LookupError | AttributeError | TypeError) else ""
-    failure = f"{type(method).__name__}.{hook}{place} failed: {name}{first_line(error)}"
-    return TrainingError(f"{failure}. {_remedy(error, hook)}".replace("\n", " "))
+    failure, remedy = f"{type(method).__name__}.{hook}{place} failed: {name}{first_line(error)}", _remedy(error, hook)
+    if remedy is READS:  # torch explains itself at length
+        failure = f"{type(method).__name__}.{hook}{place} reads a tensor's value, by .item(), bool(), float() or a branch (if)"
+    return TrainingError(f"{failure}. {remedy}".replace("\n", " "))
+
+
+def reads_values(error: Exception) -> bool:
+    """Return whether an explanation says that a hook reads a tensor's value."""
+    return READS in str(error)
 
 
 def _remedy(error: Exception, hook: str) -> str:
     text = str(error).lower()
-    if ".item()" in text or "data-dependent" in text or "tolist" in text:
-        return "A hook must not read a tensor's value in Python: use torch.where or a mask, or engine='one'"
+    if any(sign in text for sign in (".item()", "data-dependent", "tolist", "data pointer", ".numpy()")):
+        return READS
     if "inplace" in text or "in-place" in text or "in place" in text:
         return "A hook must not change a tensor in place: return a new one (x = x + y, not x += y)"
     if isinstance(error, KeyError):

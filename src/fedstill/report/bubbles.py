@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .fit import cells_of, cut, padded
+
 Counts = NDArray[Any]
 
-LONGEST = 20  # signs of a name
+LONGEST = 20  # cells of a name
 SIZES = "·•●⬤"  # up to 1/16, 1/4, 9/16 and all of the largest count: the area grows with the count
 
 
@@ -28,10 +30,10 @@ def bubbles(
     """Draw a line per client and a column per class, each by its name where it has one; a last line counts what does not fit."""
     clients, classes = counts.shape
     largest = int(counts.max())
-    heads = [_short(name) for name in names[:most]] or [f"client {k:>{len(str(clients - 1))}}" for k in range(clients)][
-        :most
-    ]
-    head = max(len("class"), *map(len, heads))
+    heads = [cut(name, LONGEST) for name in names[:most]] or [
+        f"client {k:>{len(str(clients - 1))}}" for k in range(clients)
+    ][:most]
+    head = max(len("class"), *map(cells_of, heads))
     available = width - head - len("   ") - len("  samples")
     step = 3 if classes * 3 <= available else 2
     shown = max(1, min(classes, available // step))
@@ -39,22 +41,18 @@ def bubbles(
     lines = [f"{'class':>{head}} {header}  samples"]
     for k, name in enumerate(heads):
         row = "".join(f"{glyph(int(count), largest):>{step}}" for count in counts[k, :shown])
-        lines.append(f"{name:<{head}} {row}  {int(counts[k].sum()):>7,}")
+        lines.append(f"{padded(name, head, left=True)} {row}  {int(counts[k].sum()):>7,}")
     hidden = [f"{clients - most:,} more clients"] if clients > most else []
     hidden += [f"{classes - shown:,} more classes"] if classes > shown else []
     if hidden:
         lines.append(f"… {' and '.join(hidden)}")
     if labels and list(labels) != [str(c) for c in range(classes)]:
-        listed = ", ".join(f"{c} {_short(label)}" for c, label in enumerate(labels[:shown]))
+        listed = ", ".join(f"{c} {cut(label, LONGEST)}" for c, label in enumerate(labels[:shown]))
         lines += textwrap.wrap(f"classes: {listed}", width, subsequent_indent="  ")
     edges = [max(1, int(np.floor(largest * ((i + 1) / len(SIZES)) ** 2))) for i in range(len(SIZES))]
     scale = dict(zip(edges, SIZES, strict=True))  # with few samples some sizes coincide
     lines.append("samples of a class: " + "   ".join(f"{mark} up to {edge:,}" for edge, mark in scale.items()))
     return lines
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
 
 
 def sizes(counts: Counts) -> str:

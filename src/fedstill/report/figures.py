@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ..core.metric import Measure
 from ..run.evaluate import Evaluation
 from .bubbles import Counts
+from .fit import cut
 from .html.curves import Curve, in_sight
 from .html.svg import spread
 from .text import UNKNOWN, Facts, facts_line, own_score, scored
@@ -33,6 +34,7 @@ MOST, BEST = (
     4,
 )  # methods in colour, where there are more; of these the best ones, beside baselines and those asked for
 BASELINES = ("local", "fedavg")
+LONGEST = 24  # cells of a name
 CLIENTS = 100  # the most in a bubble chart
 
 
@@ -238,6 +240,7 @@ def _clients(
         axes.scatter(
             rates, row + spread, s=4 if dense else 16, color=colour, alpha=0.35 if dense else 0.6, linewidths=0
         )
+        _name_ends(axes, runs[label], row, rates, colour)
         axes.scatter([k * final[label]], [row], marker="D", s=44, color=colour, edgecolors="white", zorder=5)
         axes.annotate(
             measure.text(final[label], 1), (1.015, row), xycoords=("axes fraction", "data"), va="center", fontsize=9.5,
@@ -250,6 +253,33 @@ def _clients(
     axes.set_xlabel(f"{unit_of(measure)}: dots clients, diamond mean,\nbox quartiles, line median, whiskers 10–90 %")
     axes.grid(axis="x", color="#e6e6e6")
     axes.tick_params(axis="y", length=0)
+
+
+def _name_ends(axes: Axes, runs: Sequence[Run], row: int, rates: NDArray[Any], colour: str) -> None:
+    """Write the name of the client with the lowest number below a row and of the highest above, where clients have names."""
+    numbers = [(run, int(k)) for run in runs for k in scored(run)["personal_clients"]]
+    for end, place in ((int(rates.argmin()), -1), (int(rates.argmax()), 1)):
+        run, k = numbers[end]
+        if run.outline is None or k >= len(run.outline.names):
+            return
+        axes.annotate(
+            plain(run.outline.names[k], k), (rates[end], row + 0.3 * place), fontsize=7, color=colour,
+            ha="left" if place < 0 else "right", va="top" if place < 0 else "bottom", annotation_clip=False,
+        )  # fmt: skip
+
+
+def plain(name: str, number: int) -> str:
+    """Return a client's or class's name as matplotlib draws it as it is, shortened; its number where the font lacks a sign.
+
+    >>> plain("a$b$", 0), plain("Charité – Universitätsmedizin Berlin, Campus Mitte", 1)
+    ('a\\\\$b\\\\$', 'Charité – Universitätsm…')
+    """
+    from matplotlib import font_manager
+
+    known = font_manager.get_font(font_manager.findfont(font_manager.FontProperties())).get_charmap()
+    if any(ord(sign) not in known for sign in name):
+        return str(number)
+    return cut(name, LONGEST).replace("$", r"\$")  # which would begin a formula
 
 
 def bubbles(
@@ -265,7 +295,9 @@ def bubbles(
     counts = counts[:CLIENTS]
     clients = len(counts)
     cell = min(0.36, 14 / max(clients, classes))  # inches
-    figure = begin(max(5.5, 2.0 + cell * clients), max(2.6, 1.3 + cell * classes))
+    heads = [plain(name, k) for k, name in enumerate(names[:clients])] if clients <= 40 else []
+    upright = max(map(len, heads), default=0) if any(len(head) > 3 for head in heads) else 0
+    figure = begin(max(5.5, 2.0 + cell * clients), max(2.6, 1.3 + cell * classes + 0.09 * upright))
     axes = figure.subplots()
     largest = int(counts.max())
     client, label = np.nonzero(counts)
@@ -275,10 +307,10 @@ def bubbles(
     axes.set_ylim(-0.8, classes - 0.2)
     axes.set_xticks(range(0, clients, 1 if clients <= 40 else 5))
     axes.set_yticks(range(0, classes, 1 if classes <= 40 else 5))
-    if names and clients <= 40:
-        axes.set_xticklabels(names[:clients], rotation=90 if max(map(len, names)) > 3 else 0)
+    if heads:
+        axes.set_xticklabels(heads, rotation=90 if upright else 0)
     if labels and classes <= 40:
-        axes.set_yticklabels(labels[:classes])
+        axes.set_yticklabels([plain(label, c) for c, label in enumerate(labels[:classes])])
     axes.set_xlabel("client")
     axes.set_ylabel("class")
     axes.set_axisbelow(True)

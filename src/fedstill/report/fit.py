@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -46,7 +47,7 @@ def fit(cells: Columns, width: int | None, order: Order = RESULTS) -> tuple[list
 
 
 def _width(cells: Columns) -> int:
-    return sum(max(map(len, (heading, *texts))) for heading, texts in cells) + GAP * (len(cells) - 1)
+    return sum(max(map(cells_of, (heading, *texts))) for heading, texts in cells) + GAP * (len(cells) - 1)
 
 
 def _rank(heading: str, number: int, order: Order) -> tuple[int, int]:
@@ -70,6 +71,40 @@ def _unit(heading: str) -> str:
     ('FLOPs', 'numbers', 'steps')
     """
     return heading[1:].strip() if heading[:1] in tuple("kMGT") else heading
+
+
+def cells_of(text: str) -> int:
+    """Return how many cells of a terminal a text takes: two for a wide sign, none for one that combines with the one before.
+
+    >>> cells_of("Köln"), cells_of("東京"), cells_of("e\u0301")
+    (4, 4, 1)
+    """
+    if text.isascii():
+        return len(text)
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def padded(text: str, width: int, left: bool = False) -> str:
+    """Return a text with blanks before it, or with `left` after it, so that it takes so many cells.
+
+    >>> padded("東", 4), padded("a", 3, left=True)
+    ('  東', 'a  ')
+    """
+    blanks = " " * (width - cells_of(text))
+    return text + blanks if left else blanks + text
+
+
+def cut(text: str, width: int) -> str:
+    """Return a text that takes at most so many cells, with … for what was cut off.
+
+    >>> cut("Charité", 5), cut("東京病院", 5), cut("Rom", 3)
+    ('Char…', '東京…', 'Rom')
+    """
+    if cells_of(text) <= width:
+        return text
+    while cells_of(text) >= width:
+        text = text[:-1]
+    return text + "…"
 
 
 def hanging(head: str, text: str, width: int | None) -> str:

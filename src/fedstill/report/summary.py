@@ -55,10 +55,18 @@ def summary(
         "scores": _explanations([run for done in runs.values() for _, run in done], facts),
         "experiment": shared,
         "partition_hashes": list(facts.hashes),
+        **_names([run for done in runs.values() for _, run in done]),
         "methods": methods,
         "failed": dict(failed),
         "finished": bool(runs) and not failed and all(label in runs for label in experiments),
     }
+
+
+def _names(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the clients' and classes' names, by number, where all runs have the same."""
+    outlines = [run.outline for run in runs if run.outline is not None]
+    found = {"clients": [o.names for o in outlines], "classes": [o.labels for o in outlines]}
+    return {f"{kind}_named": list(of[0]) for kind, of in found.items() if len(set(of)) == 1 and of[0]}
 
 
 def is_summary(value: Any) -> bool:

@@ -25,6 +25,7 @@ from ..server.sampler import count
 from ..timing.asynchronous import Asynchrony
 from . import costs
 from .costs import NONE
+from .fit import cells_of, cut, padded
 from .local_work import recipe_lines, work_lines
 
 
@@ -53,6 +54,7 @@ class Facts:
 
 
 UNKNOWN = Facts()
+LONGEST = 60  # cells of a client's name in a line
 NAMED = 5  # clients whose rejections a table names
 
 
@@ -431,7 +433,7 @@ def rejection_lines(groups: Mapping[str, Sequence[Run]]) -> list[str]:
 def named(run: Run, client: int) -> str:
     """Return a client's number, and its name where it has one."""
     names = () if run.outline is None else run.outline.names
-    return f"{client} ({names[client]})" if client < len(names) else str(client)
+    return f"{client} ({cut(names[client], LONGEST)})" if client < len(names) else str(client)
 
 
 def protected(run: Run) -> bool:
@@ -468,7 +470,7 @@ def table(runs: Sequence[Run], facts: Facts = UNKNOWN) -> str:
 
 def aligned(cells: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
     """Format columns, each with its heading, as lines."""
-    widths = [max(len(heading), *map(len, texts)) for heading, texts in cells]
+    widths = [max(cells_of(heading), *map(cells_of, texts)) for heading, texts in cells]
     lines = [_line([heading for heading, _ in cells], widths), "  ".join("─" * width for width in widths)]
     lines += [_line([texts[i] for _, texts in cells], widths) for i in range(len(cells[0][1]))]
     return [line.rstrip() for line in lines]
@@ -477,7 +479,7 @@ def aligned(cells: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
 def _line(texts: Sequence[str], widths: Sequence[int]) -> str:
     """Align the first column to the left and the others to the right."""
     first, *rest = zip(texts, widths, strict=True)
-    return "  ".join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in rest)])
+    return "  ".join([padded(*first, left=True), *(padded(text, width) for text, width in rest)])
 
 
 register_table(table)

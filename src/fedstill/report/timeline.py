@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from .figures import COLOURS, INK, begin, footnote, save
+from .figures import COLOURS, INK, begin, footnote, plain, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,10 +78,15 @@ def _shares(lines: Sequence[Line]) -> dict[str, float]:
     return {NAMES.get(name, name): value / everything for name, value in total.items() if value or name == "waiting"}
 
 
-def draw(panels: Mapping[str, Sequence[Line]], path: str | Path, note: str = "") -> None:
+def draw(
+    panels: Mapping[str, Sequence[Line]],
+    path: str | Path,
+    note: str = "",
+    names: Mapping[str, Sequence[str]] | None = None,
+) -> None:
     """Draw a panel per run, by title: a row for the server and for each client, fastest on top, with bars for each round.
 
-    The panels are stacked and share the axis of time.
+    The panels are stacked and share the axis of time. `names` are the clients' names, by title, where they have names.
     """
     orders = {title: _order(lines) for title, lines in panels.items()}
     heights = [max(1.6, 0.24 * (len(order) + 1)) for order, _ in orders.values()]
@@ -99,7 +104,9 @@ def draw(panels: Mapping[str, Sequence[Line]], path: str | Path, note: str = "")
         axes.set_xlim(first, first + (1.01 * (last - first) or 1.0))
         axes.set_ylim(len(order) + 0.6, -0.7)
         small = len(order) > 25
-        axes.set_yticks(range(len(order) + 1), ["server", *map(str, order)], fontsize=7.5 if small else 9)
+        known = (names or {}).get(title, ())
+        rows = [plain(known[k], k) if k < len(known) else str(k) for k in order]
+        axes.set_yticks(range(len(order) + 1), ["server", *rows], fontsize=7.5 if small else 9)
         axes.set_ylabel("client")
         axes.grid(visible=False)
         if len(panels) > 1:

@@ -32,6 +32,8 @@ from .result import Run
 TOLERANCE = 1e-5  # of a probability, and of a logit relative to the largest one
 SYNTHETIC = 16  # samples to compare on where the run's own are not loaded
 MOST = 256
+FORBIDDEN = frozenset('/\\:*?"<>|')  # in names of files, on one system or another
+LONGEST = 120  # bytes of a client's name in a file's
 ABOUT = "fedstill.json"  # metadata in an archive of torch.export
 MISSING = "installed to write ONNX: pip install 'fedstill[export]'"
 Predict: TypeAlias = Callable[[Tensor], Tensor]
@@ -114,10 +116,11 @@ def export_all(run: Run, folder: str | Path, suffix: str = ".safetensors", merge
 
 
 def stem(run: Run, client: int) -> str:
-    """Return a name for the file of a client's model: its number, and its name where a file can have it."""
+    """Return a name for the file of a client's model: its number, and its name, with _ for what a file's name cannot have."""
     name = "" if run.outline is None or client >= len(run.outline.names) else run.outline.names[client]
-    usable = name.isprintable() and not set(name) & set('/\\:*?"<>|') and len(name) <= 100
-    return f"client-{client}" + (f"-{name}" if name and usable else "")
+    usable = "".join(c if c.isprintable() and c not in FORBIDDEN else "_" for c in name)
+    usable = usable.encode()[:LONGEST].decode(errors="ignore").strip(" .")
+    return f"client-{client}" + (f"-{usable}" if usable.strip("_") else "")
 
 
 def about(run: Run, client: int | None) -> dict[str, str]:

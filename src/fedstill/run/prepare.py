@@ -24,7 +24,8 @@ from ..data import Federation
 from ..data.outline import Outline
 from ..data.poison import poisoned
 from ..edge.data_manager import DataManager, join, on_device
-from ..engine.bench import Bench, threads
+from ..engine import rehearsal
+from ..engine.bench import Bench, EngineName, threads
 from ..engine.trainer import Trainer
 from ..models import weights
 from ..nn import lora
@@ -223,14 +224,23 @@ def prepare(
         devices = clock.Devices.of(
             training.profile, len(federation), training.seed, training.availability, training.drop
         )
-    trainer = Trainer(
-        bench, training.engine, training.cohort, together, fast=training.fast, compile=training.compile,
-        precision=training.precision, workers=training.workers,
-    )  # fmt: skip
+    trainer = _trainer(bench, training, training.engine, together)
+    if rehearsal.is_own(method):
+        with threads(trainer.training_threads):
+            engine = rehearsal.rehearse(bench, training.engine)
+        if engine != training.engine:
+            trainer = _trainer(bench, training, engine, together)
     samples = scores.Samples.of(federation)
     return Simulation(
         method, training, trainer, manager, net.initial(), device, samples, joining, federation.external, devices, attack, trust,
         outline,
+    )  # fmt: skip
+
+
+def _trainer(bench: Bench, training: Training, engine: EngineName, together: int) -> Trainer:
+    return Trainer(
+        bench, engine, training.cohort, together, fast=training.fast, compile=training.compile,
+        precision=training.precision, workers=training.workers,
     )  # fmt: skip
 
 

@@ -224,7 +224,8 @@ def check_same(held: Experiment, wanted: Experiment, folder: Path) -> None:
 
 def partition_record(federation: Federation, profile: str) -> dict[str, Any]:
     """Return what identifies the data, its division and the simulated devices."""
-    return {**federation.partition_record, "contents": federation.checksum(), **clock.record(profile)}
+    named = {name: list(of) for name, of in (("names", federation.names), ("labels", federation.labels)) if of}
+    return {**named, **federation.partition_record, "contents": federation.checksum(), **clock.record(profile)}
 
 
 def check_clock(training: Timing, transport: Transports | None) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..core.errors import CannotStack, TrainingError, first_line
 from ..data import Federation
+from ..engine.hooks import reads_values
 from ..engine.stage import say
 from ..server.coordinator import Callback
 from . import legal
@@ -111,7 +112,7 @@ def attempt(
 def _reason(session: Session, error: Exception) -> str:
     sims = [one.simulation for one in session.starts]
     varied = varying(sims)
-    if varied and "data-dependent control flow" in str(error):
+    if varied and reads_values(error):
         return f"{sims[0].method.id} branches on {' or '.join(varied)}"
     return first_line(error)
 

@@ -302,7 +302,8 @@ class Coordinator:
                 if not replies and not record and not last and not self.unscored():
                     return {"unscored": NOBODY}
                 refused = {reply.client: reply.refusal for reply in replies if reply.refusal}
-                reason = "; ".join(f"client {k}: {why}" for k, why in [*self.noted.items(), *refused.items()][:1])
+                told = [(int(k), why) for k, why in self.noted.items()] + list(refused.items())
+                reason = "".join(f"{self.gate.who(k)}: {why}" for k, why in told[:1])
                 raise TrainingError(f"round {task.round}: no client sent scores that can be; {reason or NOBODY}")
             prefix = "" if split == self.splits[0] else f"{split}_"
             record |= summary(scores, prefix, self.task.objective.lower)

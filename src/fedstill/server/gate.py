@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.errors import TrainingError
+from ..core.errors import TrainingError, shorten
 from ..core.method import Method
 from ..core.protection import Acceptance
 from ..core.task import Site, Task
@@ -37,6 +37,7 @@ VARIANCE = "running_var"  # of torch's BatchNorm
 REPORTED = ("loss", "steps")  # numbers that every reply to an order to train must have
 NEEDED = (*REPORTED, "tests", "downloaded", "trained")  # where training is watched
 LARGEST = math.sqrt(torch.finfo(torch.float32).max)
+NAME = 60  # signs of a client's name in a line
 WHOLE = 2**53  # up to here a float holds every whole number
 NUMBERS = 64  # most numbers of a report
 SMALL = 1 << 20  # bytes of a message beside its tensors
@@ -140,6 +141,7 @@ class Gate:
     most_bytes: int = 0  # that a reply may have on the wire; 0: by the size of a right upload
     variances: tuple[str, ...] = ()  # names of running variances, where uploads are models
     counted: bool = True  # whether scores are numbers of right answers
+    names: Sequence[str] = ()  # of the clients, where they have names
     expected: Spec | None = field(default=None, init=False)
     _form: dict[str, Any] | None = field(default=None, init=False)  # the same as a tree, for a quick comparison
     size: int = field(default=0, init=False)  # bytes of an upload of the form expected
@@ -149,14 +151,24 @@ class Gate:
 
     @classmethod
     def of(
-        cls, settings: Acceptance, method: Method, samples: Sequence[int], buffers: Sequence[str], counted: bool = True
+        cls,
+        settings: Acceptance,
+        method: Method,
+        samples: Sequence[int],
+        buffers: Sequence[str],
+        counted: bool = True,
+        names: Sequence[str] = (),
     ) -> Gate:
         """Return the gate that a run asks for, given the registered numbers of samples and the names of a model's buffers."""
         clip, refuse = settings.over_norm == "clip", settings.on_divergence == "refuse"
         most = int(settings.max_upload * 2**20)
         variances = tuple(name for name in buffers if name.split(".")[-1] == VARIANCE and method.averages)
         share, norm = settings.max_share, settings.max_norm
-        return cls(method.upload_varies, refuse, samples, share, norm, clip, most, variances, counted)
+        return cls(method.upload_varies, refuse, samples, share, norm, clip, most, variances, counted, names)
+
+    def who(self, client: int) -> str:
+        """Return which client is meant, in words: its number, and its name where it has one."""
+        return f"client {client}" + (f" ({shorten(self.names[client], NAME)})" if client < len(self.names) else "")
 
     # ---- reports -----------------------------------------------------------------------------------------------------
     def reports(
@@ -182,7 +194,7 @@ class Gate:
         if reasons and not self.refuse_diverged:
             client, reason = next(iter(reasons.items()))
             at = next(reply.round for reply in replies if reply.client == client)
-            raise TrainingError(f"round {at}, client {client}: {reason}; {_advice(task)}")
+            raise TrainingError(f"round {at}, {self.who(client)}: {reason}; {_advice(task)}")
         return reasons
 
     def go_on(self, task: Task, lost: Reasons, replies: int, clients: int) -> None:
@@ -196,7 +208,7 @@ class Gate:
             if len(lost) >= 3 or 2 * len(self.lost) > clients:
                 client, reason = next(iter(lost.items()))
                 who = f"all {len(self.lost)} clients" if len(self.lost) > 1 else "the only client"
-                why = f"the training of {who} diverged (client {client}: {reason})"
+                why = f"the training of {who} diverged ({self.who(client)}: {reason})"
                 raise TrainingError(f"round {task.round}: {why}; {_advice(task)}")
 
     def shares(self, replies: Sequence[Reply], registered: Sequence[int] | None = None) -> Reasons:
@@ -290,7 +302,7 @@ class Gate:
             return ""
         self.wrong |= unread
         client, reason = next(iter(self.wrong.items()), (0, ""))
-        return f"client {client}: {reason}" if 2 * len(self.wrong) > clients else ""
+        return f"{self.who(client)}: {reason}" if 2 * len(self.wrong) > clients else ""
 
     def _mismatch(self, reply: Reply, example: Callable[[Reply], Tree]) -> str:
         same = not self.varies or reply.round == self.round

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,10 +47,15 @@ def clients(study: Study, classes: Styles) -> Html:
     worst = {label: _worst(of, measure) for label, of in study.rates().items()}
     words = "Width: density of clients; box: quartiles; line: median; diamond: mean; triangle: mean of the worst 10 % of clients."
     tenth = f"{len(next(iter(rates.values()))):,} clients" + (f" of {study.seeds} seeds" if study.seeds > 1 else "")
+    several = ", seed {}" if study.seeds > 1 else ""
+    whose = {
+        label: [f"client {by_seed[label, seed].client(k)}{several.format(seed)}" for seed, k in of]
+        for label, of in study.rates().items()
+    }
     first = figure(
         "clients",
         f"{measure.capital} of the clients",
-        lambda width: violins(rates, worst, classes, width, measure),
+        lambda width: violins(rates, worst, classes, width, measure, whose),
         table,
         f"{tenth}: {study.compared}. {words}",
     )
@@ -108,9 +113,14 @@ def _range(rates: dict[str, Floats], share: bool = True) -> tuple[float, float]:
 
 
 def violins(
-    rates: dict[str, Floats], worst: dict[str, float], classes: Styles, width: int, measure: Measure = ACCURACY
+    rates: dict[str, Floats],
+    worst: dict[str, float],
+    classes: Styles,
+    width: int,
+    measure: Measure = ACCURACY,
+    whose: Mapping[str, Sequence[str]] | None = None,
 ) -> Html:
-    """Draw a row for each method."""
+    """Draw a row for each method; `whose` are the clients of its numbers, in words."""
     narrow = width <= NARROW
     letters = 14 if narrow else 24
     left = max(length(shortened(label, letters)) for label in rates) + 16
@@ -135,9 +145,17 @@ def violins(
         marks: list[object] = [tag("path", d=path([*upper, *reversed(lower)], close=True), cls="violin")]
         if len(of) <= DOTS:
             offsets = (np.arange(len(of)) * 0.6180339887 % 1 - 0.5) * 0.42 * ROW  # spread evenly, the same every time
+            tips = [f"{label}, {who}: " for who in (whose or {}).get(label, [])] or [""] * len(of)
             marks += [
-                tag("circle", cx=round(frame.x(float(a)), 1), cy=round(y + float(o), 1), r=1.8, cls="each")
-                for a, o in zip(of, offsets, strict=True)
+                tag(
+                    "circle",
+                    cx=round(frame.x(float(a)), 1),
+                    cy=round(y + float(o), 1),
+                    r=1.8,
+                    cls="each",
+                    data_tip=f"{who}{a:{form}}{mark}",
+                )
+                for a, o, who in zip(of, offsets, tips, strict=True)
             ]
         marks.append(
             tag(

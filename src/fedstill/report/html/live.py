@@ -40,6 +40,11 @@ class Progress:
     rounds: int
     records: Sequence[Mapping[str, Any]]
     failure: str = ""
+    names: Sequence[str] = ()  # the clients', where they have names
+
+    def client(self, number: str) -> str:
+        """Return a client's name, or its number where it has none."""
+        return self.names[int(number)] if number.isdecimal() and int(number) < len(self.names) else number
 
     @property
     def done(self) -> int:
@@ -98,7 +103,9 @@ def _one(label: str, seed: int, rounds: int, folder: Path) -> Progress:
     journal = Journal(folder)
     with contextlib.suppress(Unreadable, KeyError, TypeError, ValueError):  # more, where a flag said so later
         rounds = int(read_toml(folder / EXPERIMENT)["rounds"])
-    return Progress(label, seed, rounds, journal.history() if journal.begun else [], journal.failure())
+    outline = journal.outline() if journal.begun else None
+    names = () if outline is None else outline.names
+    return Progress(label, seed, rounds, journal.history() if journal.begun else [], journal.failure(), names)
 
 
 def at_work(root: Path) -> bool:
@@ -218,7 +225,7 @@ def _table(runs: Sequence[Progress], working: bool) -> Html:
 def _refused(runs: Sequence[Progress]) -> Html:
     """Return the newest refusals of clients' replies."""
     lines = [
-        f"{run.label}, seed {run.seed}, round {record['round']}, client {client}: {reason}"
+        f"{run.label}, seed {run.seed}, round {record['round']}, client {run.client(str(client))}: {reason}"
         for run in runs
         for record in run.records
         for client, reason in dict(record.get("rejected") or {}).items()

@@ -16,6 +16,7 @@ SIDES: Mapping[Side, tuple[str, str]] = {  # class and words
     "stay local": ("stay", "better alone: stay local"),
 }
 ROW = 26.0
+NAMED = 6  # letters of a client's name below its bar, where there is room for as many
 SHOWN = 400  # clients in the figure at most
 LISTED = 1000  # rows of the table at most; the CSV has all
 
@@ -201,7 +202,9 @@ def gains(of: Sequence[Verdict], width: int) -> Html:
     low, high = min(k * one.low for one in of), max(k * one.high for one in of)
     margin = 0.04 * (high - low)
     height = 260 if width <= NARROW else 340
-    frame = Frame.of(width, height, (-0.5, len(of) - 0.5), (low - margin, high + margin), left=40, top=24, bottom=26)
+    letters = int((width - 54) / len(of) / LETTER) if any(not one.client.isdecimal() for one in of) else 0
+    below = 26 + (18 if letters >= NAMED else 0)  # a line of the clients' names
+    frame = Frame.of(width, height, (-0.5, len(of) - 0.5), (low - margin, high + margin), left=40, top=24, bottom=below)
     parts = [frame.y_axis(points)]
     zero = frame.y(0.0)
     step = (frame.x.end - frame.x.start) / len(of)
@@ -220,6 +223,9 @@ def gains(of: Sequence[Verdict], width: int) -> Html:
         )
         dot = tag("circle", cx=x, cy=round(frame.y(k * one.gain), 1), r=round(radius, 2))
         parts.append(tag("g", bar, dot, cls=f"client {SIDES[one.side][0]}", data_tip=tip))
+        if letters >= NAMED:
+            name = shortened(one.client, letters)
+            parts.append(tag("text", name, x=x, y=height - 26, text_anchor="middle", cls="label"))
     parts.append(tag("line", x1=frame.x.start, x2=frame.x.end, y1=zero, y2=zero, cls="zero"))
     parts.append(
         tag(

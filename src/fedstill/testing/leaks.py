@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedstill.core import tree
-from fedstill.core.tree import Params, Tree
+from ..core import tree
+from ..core.tree import Params, Tree
 
 ROUNDING = 1e-9  # of the length of the upload's leaf
 ENOUGH = 6  # numbers in a leaf, from which on four columns do not explain it by chance

@@ -1,0 +1,425 @@
+"""Five kinds of mistakes in hooks, each named with the hook and the remedy before any work, whatever the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+import fedstill as fs
+from fedstill.cli import main
+from fedstill.core import contract, own
+from fedstill.core.errors import HookError
+from fedstill.core.method import Method
+from fedstill.engine import rehearsal
+from fedstill.methods import METHODS
+
+from ..problems import identical, make, ragged, run, states
+
+ENGINES = ("one", "stacked", "auto")
+
+
+def made(_name: str = "Broken", *bases: type, **hooks) -> fs.Method:
+    """A method with other hooks."""
+    return dataclass(frozen=True, kw_only=True)(type(_name, bases or (fs.FedAvg,), hooks))()
+
+
+def refusal(method: fs.Method, engine: str, model: str = "plain", **changes) -> str:
+    """The line in which a run of the method is refused, before its first round."""
+    rounds: list[dict] = []
+    with pytest.raises(HookError) as caught:
+        fs.simulate(
+            method, model=make(model), data=ragged(), engine=engine, rounds=1, dtype="float64", progress=rounds.append,
+            **changes,
+        )  # fmt: skip
+    assert rounds == []
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---- (a) a misspelt hook, a wrong signature ----------------------------------------------------------------------------------
+MISSPELT = {  # as many arguments as the hook
+    "begn": ("begin", lambda self, task, down, memory: None),
+    "losss": ("loss", lambda self, task, params, local, batch: None),
+    "Loss": ("loss", lambda self, task, params, local, batch: None),
+    "finsh": ("finish", lambda self, task, down, memory, local: None),
+    "initClient": ("init_client", lambda self, task, params: None),
+    "persnal": ("personal", lambda self, task, down, memory: None),
+    "stpe": ("step", lambda self, task, local, batch: None),
+    "corect": ("correct", lambda self, task, local, grads: None),
+    "mergee": ("merge", lambda self, task, server, uploads: None),
+}
+
+
+@pytest.mark.parametrize("name", MISSPELT)
+def test_a_misspelt_hook_is_found_when_the_class_is_defined(name: str) -> None:
+    hook, function = MISSPELT[name]
+    with pytest.raises(HookError, match=rf"Broken\.{name}\(\) is no hook.*Did you mean {hook}\(task") as caught:
+        type("Broken", (fs.FedAvg,), {name: function})
+    assert f"_{name}()" in str(caught.value)
+
+
+HELPERS = {
+    "_losss": lambda self, task, params, local, batch: None,  # an underscore
+    "distance": lambda self, task, params, local, batch: None,  # resembles nothing
+    "merged": lambda self, tree: None,  # other arguments
+    "hold_generic": lambda self, task, server: None,
+    "teacher_loss": lambda self, task, params, local, batch: None,
+    "Step": dataclass(type("Step", (), {})),  # a class, not a function
+}
+
+
+@pytest.mark.parametrize("name", HELPERS)
+def test_helpers_are_left_alone(name: str) -> None:
+    assert hasattr(type("Fine", (fs.FedAvg,), {name: HELPERS[name]}), name)
+
+
+def test_every_method_that_comes_with_fedstill_is_left_alone() -> None:
+    for kind in METHODS.values():
+        contract.check_class(kind, Method)
+        contract.check_decorated(kind, Method)
+
+
+SIGNATURES = {
+    "too few": ("loss", lambda self, task, params, batch: None, "cannot be called as a hook"),
+    "too many": ("begin", lambda self, task, down, memory, round: None, "missing a required argument: 'round'"),
+    "without self": ("finish", lambda task, down, memory, local: None, "cannot be called as a hook"),
+    "in another order": ("loss", lambda self, task, local, params, batch: None, "names 'local' in another place"),
+}
+
+
+@pytest.mark.parametrize("case", SIGNATURES)
+def test_a_wrong_signature(case: str) -> None:
+    hook, function, says = SIGNATURES[case]
+    with pytest.raises(HookError, match=rf"Broken\.{hook}\(") as caught:
+        type("Broken", (fs.FedAvg,), {hook: function})
+    assert says in str(caught.value)
+    assert f"It should be {hook}(self, task, " in str(caught.value)
+
+
+def test_signatures_that_can_be_called_are_left_alone() -> None:
+    class Fine(fs.FedAvg):
+        def loss(self, *given: object) -> None:
+            return None
+
+        def begin(self, t, d, m, extra: int = 3) -> None:
+            return None
+
+        @staticmethod
+        def finish(task, down, memory, local) -> None:
+            return None
+
+    assert Fine.id == "fedavg"
+
+
+def test_a_misspelt_flag_of_the_class() -> None:
+    with pytest.raises(HookError, match=r"Broken\.need_head is not known. Did you mean needs_head\?"):
+        type("Broken", (fs.FedAvg,), {"need_head": True})
+    assert type("Fine", (fs.FedAvg,), {"layers": 3}).layers == 3
+
+
+def test_a_hook_that_is_a_coroutine() -> None:
+    async def send(self, task, server, client):
+        return {}
+
+    with pytest.raises(HookError, match=r"Broken\.send\(\) is a coroutine"):
+        type("Broken", (fs.FedAvg,), {"send": send})
+
+
+# ---- (b) a change in place ---------------------------------------------------------------------------------------------------
+def on_params(self, task, params, local, batch):
+    with torch.no_grad():
+        params["fc2.bias"].data.add_(1)  # neither autograd nor a version counter sees it
+    return self.fit(task, params, batch)
+
+
+def on_local(self, task, params, local, batch):
+    local["params"]["fc2.bias"].mul_(2)
+    return self.fit(task, params, batch)
+
+
+def on_down(self, task, down, memory):
+    down["params"]["fc1.bias"].zero_()
+    return {"params": down["params"]}
+
+
+def on_memory(self, task, down, memory, local):
+    memory["seen"] = torch.ones(())
+    return {"params": local["params"]}, memory
+
+
+def on_server(self, task, server, uploads):
+    for name, value in server["params"].items():
+        value.copy_(uploads[0].params[name])
+    return server
+
+
+def on_uploads(self, task, server, uploads):
+    uploads[-1].params["fc1.bias"].mul_(0.5)
+    return fs.FedAvg().merge(task, server, uploads)
+
+
+def when_scored(self, task, down, memory):
+    down["params"]["fc1.bias"].add_(1)
+    return down["params"]
+
+
+def when_sent(self, task, server, client):
+    server["params"]["fc1.bias"].add_(1)
+    return {"params": server["params"]}
+
+
+IN_PLACE = {
+    "loss": (on_params, "params['fc2.bias']"),
+    "loss ": (on_local, "local['params']['fc2.bias']"),
+    "begin": (on_down, "down['params']['fc1.bias']"),
+    "finish": (on_memory, "memory['seen']"),
+    "merge": (on_server, "server['params']['fc1.weight']"),
+    "merge ": (on_uploads, "upload 0['params']['fc1.bias']"),
+    "personal": (when_scored, "down['params']['fc1.bias']"),
+    "send": (when_sent, "server['params']['fc1.bias']"),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("case", IN_PLACE)
+def test_a_change_in_place(case: str, engine: str) -> None:
+    hook, where = IN_PLACE[case]
+    text = refusal(made(**{case.strip(): hook}), engine)
+    assert text.startswith(f"Broken.{case.strip()}() changed its argument {where}") or hook.__name__ in text
+    assert where in text
+    assert "in place. A hook must return new tensors" in text
+
+
+# ---- (c) no decorator --------------------------------------------------------------------------------------------------------
+class Bare(fs.FedAvg):
+    id: ClassVar[str] = "bare"
+    lam: float = fs.setting(0.5, "λ", least=0)
+
+
+class Bared(fs.FedAvg, mean="uniform"):
+    id: ClassVar[str] = "bared"
+
+
+class Unannotated(fs.FedAvg):
+    lam = fs.setting(0.5, "λ", least=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "field"),
+    [(Bare, {}, "lam"), (Bare, {"lam": 1.0}, "lam"), (Bared, {}, "mean"), (Unannotated, {}, "lam")],
+)
+def test_a_missing_decorator(kind: type[fs.Method], given: dict, field: str) -> None:
+    says = rf"{kind.__name__} declares {field} without a decorator. Write @dataclass\(frozen=True, kw_only=True\) above class"
+    with pytest.raises(HookError, match=says):
+        kind(**given)
+    with pytest.raises(HookError, match=says):  # a class of it, decorated or not, has not the field either
+        dataclass(frozen=True, kw_only=True)(type("Heir", (kind,), {}))()
+
+
+def test_a_mixin_may_annotate_what_it_uses() -> None:
+    class Mixin:
+        mean: str
+
+    class Mixed(Mixin, fs.FedAvg):
+        pass
+
+    assert Mixed(mean="uniform").mean == "uniform"
+
+
+def test_a_class_without_fields_needs_none() -> None:
+    class Plain(fs.FedAvg):
+        scores: ClassVar[tuple[str, ...]] = ("generic",)
+
+    method = Plain(mean="uniform")
+    assert dataclasses.replace(method, mean="weighted") == Plain()
+
+
+# ---- (d) a tensor's value in Python ------------------------------------------------------------------------------------------
+def by_item(self, task, params, local, batch):
+    loss = self.fit(task, params, batch)
+    return loss if loss.item() > -1 else 2 * loss
+
+
+def by_if(self, task, down, memory):
+    return {"params": down["params"] if task.seen else {n: 2 * v for n, v in down["params"].items()}}
+
+
+def by_float(self, task, down, memory, local):
+    scale = float(next(iter(local["params"].values())).sum())
+    return {"params": {n: v * scale for n, v in local["params"].items()}}, memory
+
+
+READS = {"loss": by_item, "begin": by_if, "finish": by_float}
+
+
+@pytest.mark.parametrize("engine", ["stacked", "auto"])
+@pytest.mark.parametrize("case", READS)
+def test_a_value_read_in_python(case: str, engine: str) -> None:
+    text = refusal(made(**{case: READS[case]}), engine)
+    assert text.startswith(f"Broken.{case}() at test_contract.py:")
+    assert "reads a tensor's value, by .item(), bool(), float() or a branch (if)" in text
+    assert "use torch.where or a mask, or engine='one'" in text
+
+
+@pytest.mark.parametrize("case", READS)
+def test_a_value_read_in_python_is_named_where_one_client_may_do_so(case: str, capsys) -> None:
+    run(made(**{case: READS[case]}), engine="one", rounds=1)
+    line = capsys.readouterr().err
+    assert line.startswith("fedstill: clients can be trained one by one only: Broken.")
+    assert "use torch.where" in line
+    run(fs.FedAvg(), engine="one", rounds=1)
+    assert capsys.readouterr().err == ""
+
+
+# ---- (e) a wrong result ------------------------------------------------------------------------------------------------------
+def many(self, task, params, local, batch):
+    return torch.nn.functional.cross_entropy(task.logits(params, batch), batch.y, reduction="none")
+
+
+def a_float(self, task, params, local, batch):
+    return 0.5
+
+
+def detached(self, task, params, local, batch):
+    return self.fit(task, params, batch).detach()
+
+
+def missing(self, task, down, memory):
+    return {n: v for n, v in down["params"].items() if n != "fc1.bias"}
+
+
+def transposed(self, task, down, memory):
+    return {**down["params"], "fc1.weight": down["params"]["fc1.weight"].T}
+
+
+def growing(self, task, down, memory, local):
+    return {"params": local["params"]}, {"v": torch.cat([memory["v"], memory["v"]])}
+
+
+def in_another_type(self, task, down, memory, local):
+    return {"params": local["params"]}, {"v": memory["v"].float()}
+
+
+KEEPS = {"init_client": lambda self, task, params: {"v": torch.zeros(2, dtype=torch.float64)}}
+RESULTS = {
+    "a loss for each sample": ({"loss": many}, "loss() returned a tensor of shape 5", "one number"),
+    "a number": ({"loss": a_float}, "loss() returned a float", "one number"),
+    "a detached loss": ({"loss": detached}, "loss()", "one number, a function of params"),
+    "one tree": (
+        {"finish": lambda self, task, down, memory, local: {"params": local["params"]}},
+        "finish() returned one tree (params)",
+        "(upload, memory)",
+    ),
+    "a list": ({"begin": lambda self, task, down, memory: [down]}, "begin() returned a list of 1", "a tree"),
+    "a number in a tree": ({"send": lambda self, t, server, k: {**server, "n": 3}}, "returned a int as 'n'", "a tree"),
+    "none": ({"merge": lambda self, task, server, uploads: None}, "merge() returned a NoneType", "a tree"),
+    "no entry": ({"personal": missing}, "personal() returned no 'fc1.bias'", "every entry of the model"),
+    "another shape": ({"personal": transposed}, "shape 4×6 as 'fc1.weight'", "of the shape 6×4"),
+    "a growing memory": ({**KEEPS, "finish": growing}, "gives the memory's 'v' as 4", "one form"),
+    "another type": ({**KEEPS, "finish": in_another_type}, "float32, which was 2 torch.float64", "one form"),
+    "a new entry": (
+        {"finish": lambda self, task, down, memory, local: (local, {**memory, "v": torch.ones(())})},
+        "finish() adds 'v' of the memory",
+        "init_client returns it with zeros",
+    ),
+    "no model": ({"begin": lambda self, task, down, memory: {"model": down["params"]}}, "no 'params'", "every model"),
+    "one phase": ({"phases": lambda self, task: fs.Phase()}, "phases() returned a Phase", "a tuple of fedstill.Phase"),
+    "a step's loss": (
+        {"step": lambda self, task, local, batch: (local, local["params"]["fc1.weight"])},
+        "step() returned a tensor of shape 6×4",
+        "(local, loss)",
+    ),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("case", RESULTS)
+def test_a_wrong_result(case: str, engine: str) -> None:
+    hooks, says, remedy = RESULTS[case]
+    text = refusal(made(**hooks), engine)
+    assert text.startswith("Broken.")
+    assert says in text
+    assert remedy in text
+
+
+# ---- the rehearsal itself ------------------------------------------------------------------------------------------------------
+class Counted(fs.FedPer):
+    """FedPer by another class, which is rehearsed."""
+
+
+@pytest.mark.parametrize("engine", ["one", "stacked"])
+def test_a_rehearsal_changes_no_bit_and_draws_nothing(engine: str) -> None:
+    before = torch.get_rng_state()
+    ours, theirs = run(Counted(), "normed", engine=engine), run(fs.FedPer(), "normed", engine=engine)
+    assert torch.equal(before, torch.get_rng_state())
+    assert identical(states(ours), states(theirs))
+
+
+def test_it_is_for_methods_of_ones_own_and_on_few_samples(monkeypatch) -> None:
+    seen: list[int] = []
+    plain = rehearsal._alone
+
+    def noted(bench):
+        seen.extend(bench.data.train.sizes)
+        return plain(bench)
+
+    monkeypatch.setattr(rehearsal, "_alone", noted)
+    run(fs.FedPer(), rounds=1)
+    assert seen == []
+    run(Counted(), data=ragged(((300, 2), (200, 2), (90, 2))), rounds=1)
+    assert seen == [16, 16]
+
+
+# ---- by command ------------------------------------------------------------------------------------------------------------
+HEAD = "from dataclasses import dataclass\nfrom typing import ClassVar\nimport torch\nimport fedstill as fs\n\n"
+ONE = "@dataclass(frozen=True, kw_only=True)\nclass M(fs.FedAvg):\n    id: ClassVar[str] = 'mine'\n"
+LOSS = "    def loss(self, task, params, local, batch):\n        v = self.fit(task, params, batch)\n"
+FILES = {
+    "misspelt": (ONE + LOSS.replace("loss(self", "losss(self") + "        return v\n", "Did you mean loss(task"),
+    "in place": (
+        ONE + "    def begin(self, task, down, memory):\n"
+        "        next(iter(down['params'].values())).zero_()\n        return {'params': down['params']}\n",
+        "M.begin() changed its argument down['params']",
+    ),
+    "undecorated": (
+        ONE.partition("\n")[2] + "    lam: float = fs.setting(0.5, 'weight')\n" + LOSS + "        return v\n",
+        "M declares lam without a decorator",
+    ),
+    "item": (ONE + LOSS + "        return v if v.item() > 0 else 2 * v\n", "M.loss() at my_method.py:"),
+    "wrong result": (
+        ONE + "    def finish(self, task, down, memory, local):\n        return {'params': local['params']}\n",
+        "M.finish() returned one tree (params). It should return two trees, (upload, memory)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("command", "engine"), [("run", "one"), ("run", "stacked"), ("check", "both")])
+@pytest.mark.parametrize("case", FILES)
+def test_by_command(case: str, engine: str, command: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(own, "_allowed", [False])
+    code, says = FILES[case]
+    (tmp_path / "my_method.py").write_text(HEAD + code)
+    how = (
+        ["--rounds", "1", "--clients", "3", "--epochs", "1", "--no-out", "--engine", engine] if command == "run" else []
+    )
+    before = dict(METHODS)
+    try:
+        status = main([command, f"{tmp_path}/my_method.py:M", *how])
+    finally:
+        METHODS.clear()
+        METHODS.update(before)
+    shown = capsys.readouterr()
+    if command == "run":
+        reads = case == "item" and engine == "one"  # one client's number may be read; it is said
+        assert status == (0 if reads else 2)
+        assert shown.err.startswith("fedstill: ")
+        assert reads or (shown.err.count("\n") == 1 and shown.out == "")
+        assert says in shown.err
+    else:
+        assert status == (1 if case in ("in place", "item", "wrong result") else 2)
+        assert says in shown.out + shown.err
