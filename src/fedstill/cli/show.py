@@ -42,8 +42,12 @@ OWN = (
     ("FILE.npz", "your arrays: x, y (or train_x, train_y, test_x, test_y)"),
     ("FOLDER[@SIZE]", "your images in class folders (also train/… and test/…, or domain/class/…)"),
     ("FOLDER", "your silos: one CSV or npz file for each client"),
+    (
+        "FOLDER",
+        "your npy files, which may be larger than the memory: x.npy and y.npy, or a folder with these for each client",
+    ),
 )
-FIELDS = ("data", "data_root", "clients", "partition", "split", "pool", "seed")
+FIELDS = ("data", "data_root", "clients", "partition", "split", "pool", "seed", "memory_map")
 SUFFIXES = (".png", ".pdf", ".svg")
 
 

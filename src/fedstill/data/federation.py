@@ -20,24 +20,26 @@ from ..core.objective import IGNORED, Objective, ObjectiveName
 from . import arrays
 from .arrays import check_same, read_samples, read_targets
 from .dataset import MAX_CLASSES, Dataset, Ints
+from .mapped import mapping
 from .partition import Partition, deal, parse
 from .record import Record, load_record
+from .samples import Rows, pieces
 from .split import official_test, parse_split, split_indices
 from .targets import AUTO, decide, size_of
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Rows, torch.Tensor]
 LISTED = 20  # clients that a notebook lists
 
 
 @dataclass(frozen=True, eq=False)
 class Client:
-    """One client's data; every split present has at least one sample."""
+    """One client's data; every split present has at least one sample. Samples are tensors, or lie in a file."""
 
-    x_train: torch.Tensor
+    x_train: Rows
     y_train: torch.Tensor
-    x_test: torch.Tensor
+    x_test: Rows
     y_test: torch.Tensor
-    x_val: torch.Tensor | None = None
+    x_val: Rows | None = None
     y_val: torch.Tensor | None = None
 
 
@@ -104,8 +106,8 @@ class Federation:
         crc = 0
         for client in self.clients:
             for tensor in (client.x_train, client.y_train, client.x_test, client.y_test, client.x_val, client.y_val):
-                if tensor is not None:
-                    crc = zlib.crc32(tensor.contiguous().numpy().tobytes(), crc)
+                for piece in () if tensor is None else pieces(tensor):
+                    crc = zlib.crc32(piece.contiguous().numpy().data, crc)
         return f"crc32:{crc:08x}"
 
     @property
@@ -245,7 +247,8 @@ class Federation:
             seed = load_record(Path(str(scheme.parameter))).seed  # the same split into train and test, too
         numbers = dataset.x.size + (0 if dataset.test_x is None else dataset.test_x.size)
         # the clients' float32 samples, and the two official parts as one
-        require("data", dataset.name, 4 * numbers + (dataset.x.itemsize * numbers if pool == "all" else 0))
+        if mapping(dataset.x) is None:
+            require("data", dataset.name, 4 * numbers + (dataset.x.itemsize * numbers if pool == "all" else 0))
         data = dataset.pooled() if pool == "all" else dataset
         indices = deal(
             scheme,
@@ -266,7 +269,7 @@ class Federation:
             train, val, test = split_indices(own, ratio, seed, k)
             members.append(Client(*_take(data, train), *_take(data, test), *(_take(data, val) if len(val) else ())))
         return cls(
-            tuple(members), data.classes, data.name, record.hash, data.test_tensors(), record.to_dict(),
+            tuple(members), data.classes, data.name, record.hash, data.test_rows(), record.to_dict(),
             data.labels, data.mean, data.std, names=record.names, objective=data.objective,
         )  # fmt: skip
 
@@ -306,7 +309,7 @@ def _without_samples(client: Client, tests: bool) -> Client:
 
 
 def _take(data: Dataset, index: Ints) -> Pair:
-    return data.tensor(data.x[index]), torch.from_numpy(data.y[index])
+    return data.rows(index), torch.from_numpy(data.y[index])
 
 
 def _official_client(data: Dataset, scheme: Partition, indices: Ints, total: int, seed: int, client: int) -> Client:
@@ -325,7 +328,7 @@ def _official_client(data: Dataset, scheme: Partition, indices: Ints, total: int
         if data.objective != "classification":  # as if all were of one class
             own, asked = np.zeros(len(own), np.int64), np.zeros(len(asked), np.int64)
         index = official_test(own, asked, data.classes, total, seed, client)
-    tests = data.tensor(data.test_x[index]), torch.from_numpy(data.test_y[index])
+    tests = data.rows(index, test=True), torch.from_numpy(data.test_y[index])
     return Client(*_take(data, indices), *tests)
 
 

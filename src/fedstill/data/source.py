@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import InputError, nearest
-from . import download
+from . import download, mapped
 from .aesthetics import RATINGS, flickr_set, realcur_set
 from .dataset import Dataset
 from .domainnet import DOMAINS, domainnet_set
@@ -23,6 +23,7 @@ from .files import IDX, cifar_set, digits, idx_set, npz_set
 from .images import domain_set, image_set, join_domains
 from .inaturalist import inaturalist_set
 from .leaf import femnist_set
+from .npy import npy_set
 from .silos import silo_set
 from .svhn import mat_set
 from .synthetic import synthetic
@@ -40,6 +41,7 @@ class Request:
     option: str | None = None
     size: int | None = None
     chosen: tuple[str, ...] = ()
+    memory_map: str = mapped.AUTO
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def _cifar100(root: Path, request: Request) -> Dataset:
 
 def _histo(root: Path, request: Request) -> Dataset:
     try:
-        data = domain_set(request.name, root / "histo-fed", request.size, request.chosen, colour=True)
+        data = domain_set(request.name, root / "histo-fed", request.size, request.chosen, True, request.memory_map)
     except OSError as error:
         raise InputError("data", str(root / "histo-fed"), f"a folder that can be read ({error})") from None
     if data is None:
@@ -115,16 +117,20 @@ def _histo(root: Path, request: Request) -> Dataset:
 
 
 def _domainnet(root: Path, request: Request) -> Dataset:
-    return domainnet_set(request.name, root / "domainnet", request.size, bool(request.option), request.chosen)
+    return domainnet_set(
+        request.name, root / "domainnet", request.size, bool(request.option), request.chosen, request.memory_map
+    )
 
 
 def _inaturalist(root: Path, request: Request) -> Dataset:
-    return inaturalist_set(request.name, root / "inaturalist", request.size, bool(request.option), request.chosen)
+    return inaturalist_set(
+        request.name, root / "inaturalist", request.size, bool(request.option), request.chosen, request.memory_map
+    )
 
 
 def _flickr(root: Path, request: Request) -> Dataset:
     workers = int(request.option) if request.option else None
-    return flickr_set(request.name, root / "flickr-aes", request.size, workers, request.chosen)
+    return flickr_set(request.name, root / "flickr-aes", request.size, workers, request.chosen, request.memory_map)
 
 
 SOURCES = {
@@ -176,9 +182,7 @@ SOURCES = {
             "domainnet",
             "DomainNet's photographs and drawings, 345 classes, 6 domains; domainnet:10: FedBN's ten classes",
             ("domainnet",),
-            lambda root, request: domainnet_set(
-                request.name, root / "domainnet", request.size, bool(request.option), request.chosen
-            ),
+            _domainnet,
             f" (DOMAIN/CLASS/…, DOMAIN_train.txt and DOMAIN_test.txt for {', '.join(DOMAINS)})",
             "10",
             "10",
@@ -200,7 +204,9 @@ SOURCES = {
             "real-cur",
             "14 albums of photographs rated from 1 to 5 by their owners",
             ("real-cur/images",),
-            lambda root, request: realcur_set(request.name, root / "real-cur", request.size, request.chosen),
+            lambda root, request: realcur_set(
+                request.name, root / "real-cur", request.size, request.chosen, request.memory_map
+            ),
             " (USER/SCORE/*.jpg)",
             photographs=True,
             has_groups=True,
@@ -218,9 +224,7 @@ SOURCES = {
             "inaturalist",
             "iNaturalist 2017, 675,170 photographs of 5,089 species; inaturalist:super: the 13 super-categories",
             ("inaturalist/train2017.json", "inaturalist/val2017.json", "inaturalist/train_val_images"),
-            lambda root, request: inaturalist_set(
-                request.name, root / "inaturalist", request.size, bool(request.option), request.chosen
-            ),
+            _inaturalist,
             "",
             "super",
             "super",
@@ -253,17 +257,20 @@ def load(
     fetch: bool = True,
     progress: download.Progress | None = None,
     objective: str = AUTO,
+    memory_map: str = mapped.AUTO,
 ) -> Dataset:
     """Load a data set by name or path.
 
     `source` is a name of the catalogue; several names joined by + (each a domain; `@SIZE` at the end sets the images'
     size); the path of an npz file; or a folder of images (`class/…`, `train/class/…`, `domain/class/…`; `PATH@SIZE`
-    resizes, `PATH#DOMAIN,DOMAIN` reads some domains with the classes of all) or of silos (one CSV or npz file per
-    client). Missing files are downloaded unless `fetch` is False. `objective` says what the targets are for; auto: as their form
-    and type say.
+    resizes, `PATH#DOMAIN,DOMAIN` reads some domains with the classes of all), of silos (one CSV or npz file per client)
+    or of npy files. Missing files are downloaded unless `fetch` is False. `objective` says what the targets are for; auto:
+    as their form and type say. `memory_map` says whether images and npy files stay on disk and are read when they are
+    needed; auto: where they would take more than half of the memory. The samples are the same.
     """
+    mapped.check(memory_map)
     try:
-        return _as(_load(source, root_of(root), fetch, progress, objective), str(source), objective)
+        return _as(_load(source, root_of(root), fetch, progress, objective, memory_map), str(source), objective)
     except MemoryError:
         raise InputError("data", str(source), "small enough for the memory") from None
 
@@ -279,7 +286,14 @@ def _as(data: Dataset, source: str, objective: str) -> Dataset:
     return dataclasses.replace(data, y=y, test_y=test_y, classes=1, labels=(), objective="regression")
 
 
-def _load(source: str | Path, folder: Path, fetch: bool, progress: download.Progress | None, objective: str) -> Dataset:
+def _load(
+    source: str | Path,
+    folder: Path,
+    fetch: bool,
+    progress: download.Progress | None,
+    objective: str,
+    memory_map: str,
+) -> Dataset:
     text = str(source)
     if isinstance(source, str):
         name, _, parameter = text.partition(":")
@@ -289,7 +303,8 @@ def _load(source: str | Path, folder: Path, fetch: bool, progress: download.Prog
         if named and named[1] in SOURCES:
             name = named[1] if named[2] is None else f"{named[1]}:{named[2]}"
             chosen = _parse_groups(named[4])
-            request = Request(_name_with_groups(name, chosen), named[2], _parse_size(text, named[3]), chosen)
+            size = _parse_size(text, named[3])
+            request = Request(_name_with_groups(name, chosen), named[2], size, chosen, memory_map)
             return _load_named(named[1], text, request, folder, fetch, progress)
         joined = re.fullmatch(r"(.+?)(?:@(\d+))?", text, re.DOTALL)
         names = joined[1].split("+") if joined else []
@@ -302,7 +317,7 @@ def _load(source: str | Path, folder: Path, fetch: bool, progress: download.Prog
                     raise InputError("data", text, f"sets whose images have one size each, unlike {name}")
             domains = (_load_named(name, name, Request(name), folder, fetch, progress) for name in names)
             return join_domains(text, domains, size)
-    return _load_path(text, objective)
+    return _load_path(text, objective, memory_map)
 
 
 def _load_named(
@@ -339,7 +354,7 @@ def _name_with_groups(name: str, chosen: tuple[str, ...]) -> str:
     return f"{name}#{','.join(sorted(chosen))}" if chosen else name
 
 
-def _load_path(text: str, objective: str) -> Dataset:
+def _load_path(text: str, objective: str, memory_map: str) -> Dataset:
     path, size, chosen = _parse_path(text)
     if path.is_file() and (size is not None or chosen):
         raise InputError("data", text, f"{path} without @SIZE and #: it is a file")
@@ -348,15 +363,15 @@ def _load_path(text: str, objective: str) -> Dataset:
     if path.is_dir():
         name = _name_with_groups(path.resolve().name, chosen)
         try:
-            data = silo_set(name, path, objective)
+            data = silo_set(name, path, objective) or npy_set(name, path, memory_map, objective)
             if data is not None and chosen:
                 raise InputError("data", text, f"{path} without #: only folders of domains have parts to choose among")
             if data is None:
-                data = image_set(name, path, size, chosen)
+                data = image_set(name, path, size, chosen, memory_map)
         except OSError as error:
             raise InputError("data", text, f"a folder that can be read ({error})") from None
         if data is None:
-            layouts = "class folders of png or jpg images, or one CSV or npz file for each client"
+            layouts = "class folders of png or jpg images, one CSV or npz file for each client, or x.npy and y.npy"
             raise InputError("data", text, f"a folder that holds {layouts}")
         return data
     if path.is_file():

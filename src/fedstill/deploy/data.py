@@ -32,9 +32,10 @@ class SiteData:
     def read(cls, path: str, split: str = "80/20", objective: str = "auto") -> SiteData:
         """Read an npz file or a folder; what has no test part of its own is divided by `split`."""
         dataset = load_source(path, fetch=False, objective=objective)
-        tests = dataset.test_tensors()
+        tests = dataset.test_rows()
         if tests is not None:
-            return cls(Client(*dataset.tensors(), *tests), dataset.classes, dataset.labels, dataset.objective)
+            train = dataset.rows(), torch.from_numpy(dataset.y.copy())
+            return cls(Client(*train, *tests), dataset.classes, dataset.labels, dataset.objective)
         whole = Federation.from_dataset(dataset, partition="iid", clients=1, split=split)
         return cls(whole.clients[0], dataset.classes, dataset.labels, dataset.objective)
 

@@ -129,6 +129,12 @@ class Experiment(Training):
     pool: Literal["all", "train"] = setting(
         "all", "divide train and test together, or the training part only", group="data"
     )
+    memory_map: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "leave images and npy files on disk and read them when they are needed; auto: if they would take half of the memory; "
+        " the numbers are the same",
+        group="data",
+    )
     model: str = setting(
         "mlp",
         "a model by name ('fedstill models' lists them), timm:NAME, hf:NAME or hf:FOLDER, or your own: net.py:Net, module:Net",

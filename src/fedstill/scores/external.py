@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from ..core.errors import InputError, Shown
 from ..core.objective import ObjectiveName
 from ..data import Dataset, Federation, load
@@ -48,7 +50,8 @@ class Samples:
                     Shown(f"{data.name} with a class {odd[0]!r}"),
                     f"{odd[1]!r} there, as {self.name} has it",
                 )
-            return replace(data, mean=self.mean, std=self.std).pooled().tensors()
+            whole = replace(data, mean=self.mean, std=self.std).pooled()
+            return whole.rows(), torch.from_numpy(whole.y)
         if not isinstance(data, tuple | list) or len(data) != 2:
             raise InputError("external", Shown(type(data).__name__), "a Dataset or (x, y)")
         x = read_samples("external.x", data[0])
@@ -65,14 +68,16 @@ class Samples:
             raise InputError(where, Shown(f"data of {classes} classes"), f"of {self.classes} classes as {self.name} is")
 
 
-def with_external(federation: Federation, source: str, clients_source: str, root: str | None) -> Federation:
+def with_external(
+    federation: Federation, source: str, clients_source: str, root: str | None, memory_map: str = "auto"
+) -> Federation:
     """Return the federation with external data from `source`, where one is named, beside that of `clients_source`."""
     if not source or federation.external is not None:
         return federation
     if overlap(source, clients_source):
         raise InputError("external", source, f"a source that no client has, unlike a part of {clients_source}")
     try:
-        dataset = load(source, root, objective=federation.objective)
+        dataset = load(source, root, objective=federation.objective, memory_map=memory_map)
     except InputError as error:
         raise InputError("external", error.value if error.field == "data" else source, error.right) from None
     try:
