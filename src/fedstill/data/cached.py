@@ -42,7 +42,11 @@ def digest(kind: str, root: Path, paths: Sequence[Path], *settings: object) -> s
     """Return a name for what is made of these files: another one as soon as one of them has changed."""
     found = hashlib.sha256(f"{FORMAT} {kind} {os.path.realpath(root)} {settings}\n".encode())
     for path in paths:
-        about = path.stat()
+        try:
+            about = path.stat()
+        except OSError as error:
+            missing = isinstance(error, FileNotFoundError)
+            raise wrong(path, "a file that exists" if missing else f"a readable file ({error.strerror})") from None
         changed = (about.st_size, about.st_mtime_ns, about.st_ctime_ns)
         found.update(f"{os.fsencode(os.path.relpath(path, root))!r} {changed}\n".encode())
     return found.hexdigest()

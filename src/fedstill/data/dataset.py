@@ -94,8 +94,8 @@ class Dataset:
         if x.dtype == np.uint8:
             out.div_(255)
         if self.mean:
-            view = (-1,) + (1,) * (out.ndim - 2)
-            out.sub_(torch.tensor(self.mean).view(view)).div_(torch.tensor(self.std).view(view))
+            mean, std = self._normal(out.ndim)
+            out.sub_(mean).div_(std)
         return out
 
     def rows(self, index: Ints | None = None, test: bool = False) -> Rows:
@@ -111,7 +111,13 @@ class Dataset:
         if x.dtype == np.uint8:
             every = np.repeat(np.arange(256, dtype=np.uint8)[:, None], x.shape[1], 1)
             values = self.tensor(every.reshape(256, -1, *[1] * (x.ndim - 2))).flatten(1).t().contiguous()
-        return Samples(mapped.tensor(x), values, order, pages=mapped.pages_of(view))
+        pages = mapped.pages_of(view)
+        return Samples(mapped.tensor(x), values, order, pages=pages, normal=self._normal(x.ndim) if self.mean else None)
+
+    def _normal(self, dims: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return mean and standard deviation in a form that broadcasts to samples."""
+        view = (-1,) + (1,) * (dims - 2)
+        return torch.tensor(self.mean).view(view), torch.tensor(self.std).view(view)
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the training split as normalised samples and targets."""

@@ -28,7 +28,7 @@ AUTO, ON, OFF = get_args(MemoryMap)
 TIMES = (
     10  # bytes of memory for each number of a set of images: the bytes, and float32 for the clients and for the engine
 )
-PIECE = 32 << 20  # bytes of samples, as float32, to work on at a time
+PIECE = 8 << 20  # bytes of samples, as float32, to work on at a time
 BUDGET = 128 << 20  # bytes of mapped files that a process looks at before it lets go of them
 AROUND = 1 << 16  # bytes that the system maps around one that is looked at
 

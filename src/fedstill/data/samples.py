@@ -19,7 +19,8 @@ class Samples:
     """Samples on a device: floating-point numbers, or bytes that indexing converts by a lookup table.
 
     On a GPU images stay bytes, a quarter of the memory; `values[c, x]` is (x/255 − mean_c)/std_c as the data set computed it.
-    Samples that lie in a file are rows of all that is in it: `order` says which, and `raw` is never written to.
+    Samples that lie in a file are rows of all that is in it: `order` says which, and `raw` is never written to. Bytes of a file
+    are computed by `normal`, by the operations of `Dataset.tensor`: on a processor four times as fast as the table.
     """
 
     raw: Tensor
@@ -27,6 +28,7 @@ class Samples:
     order: Tensor | None = None  # the rows of `raw`; None: all
     kind: torch.dtype | None = None  # of numbers, if another than they have in `raw`
     pages: Pages | None = None  # of the file
+    normal: tuple[Tensor, Tensor] | None = None  # mean and standard deviation, which broadcast to a sample
 
     def __getitem__(self, rows: Tensor | slice) -> Tensor:
         if self.order is not None:
@@ -36,10 +38,18 @@ class Samples:
             each = self.raw.shape[1:].numel()
             self.pages.looked_at(raw.numel() // max(1, each), each * raw.itemsize)
             raw = raw.contiguous()
+            if self.values is not None:
+                return self._computed(raw)
         if self.values is None:
             return raw if self.kind is None else raw.to(self.kind)
         channel = 256 * torch.arange(len(self.values), device=raw.device).reshape(-1, *[1] * (self.raw.ndim - 2))
         return self.values.reshape(-1)[raw.long() + channel]
+
+    def _computed(self, raw: Tensor) -> Tensor:
+        x = raw.to(torch.float32).div_(255)
+        if self.normal is not None:
+            x.sub_(self.normal[0]).div_(self.normal[1])
+        return x.to(self.dtype)
 
     def __len__(self) -> int:
         return len(self.raw) if self.order is None else len(self.order)

@@ -152,7 +152,7 @@ def _placed(x: Samples, device: torch.device, dtype: torch.dtype) -> Samples:
     if device.type == "cpu":
         return x if x.dtype == dtype else x.to(dtype)
     raw = torch.empty(x.shape, dtype=x.raw.dtype, device=device)
-    plain, rows = replace(x, values=None, kind=None), at_once(x)
+    plain, rows = replace(x, values=None, kind=None, normal=None), at_once(x)
     for first in range(0, len(x), rows):
         raw[first : first + rows] = plain[first : first + rows].to(device)
     return Samples(
