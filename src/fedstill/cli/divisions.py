@@ -11,7 +11,8 @@ from ..run.session import Transports
 from ..run.simulation import share_of
 from .job import Job
 
-DIVIDED_BY = ("data", "data_root", "clients", "partition", "split", "pool", "external", "seed", "memory_map")
+COLUMNS = ("label", "input", "owner")
+DIVIDED_BY = ("data", "data_root", *COLUMNS, "clients", "partition", "split", "pool", "external", "seed", "memory_map")
 
 
 class Divisions:

@@ -47,7 +47,9 @@ OWN = (
         "your npy files, which may be larger than the memory: x.npy and y.npy, or a folder with these for each client",
     ),
 )
-FIELDS = ("data", "data_root", "clients", "partition", "split", "pool", "seed", "memory_map")
+FIELDS = (
+    "data", "data_root", "label", "input", "owner", "clients", "partition", "split", "pool", "seed", "memory_map",
+)  # fmt: skip
 SUFFIXES = (".png", ".pdf", ".svg")
 
 

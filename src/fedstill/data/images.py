@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from .dataset import Array, Dataset, Ints, dataset
 from .files import regular, wrong
 
 MOST_PIXELS = 1 << 26  # of an image: 8,192 × 8,192
+GREY = ("1", "L")  # modes of Pillow
 SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff")
 
 
@@ -156,24 +158,20 @@ def decode(
     PNG, JPEG and TIFF are read, whatever a file's name says: other formats of Pillow run other programs. As `memory_map` says,
     they are decoded once into a file and stay there.
     """
-    try:
-        import PIL
-        from PIL import Image
-    except ImportError:
-        raise InputError("data", str(paths[0]), "read with Pillow: pip install 'fedstill[images]'") from None
+    pillow = _pillow(paths[0])
     distinct = dict.fromkeys(paths)
     contained(distinct, folder)
     key = ""
     if memory_map != mapped.OFF:
-        key = cached.digest("images", folder, paths, size, colour, PIL.__version__)
+        key = cached.digest("images", folder, paths, size, colour, pillow.__version__)
         found = cached.find(key)
         if found is not None and mapped.pays(memory_map, found.size):
             return found
-    shape = _shape(Image, distinct, size, colour)
+    shape = _shape(pillow, distinct, size, colour)
     shape = (len(paths), *shape[1:])
 
     def write(out: Array) -> None:
-        _decode_into(out, Image, paths)
+        _decode_into(out, pillow, paths)
 
     if mapped.pays(memory_map, math.prod(shape)):
         return cached.make(key, np.uint8, shape, write)
@@ -189,10 +187,8 @@ def _shape(pillow: Any, paths: Iterable[Path], size: int | None, colour: bool) -
     grey = not colour
     for path in paths:
         with _opened(pillow, path, "a readable image") as image:
-            shape, mode = image.size, image.mode
-        if shape[0] * shape[1] > MOST_PIXELS:
-            raise wrong(path, f"an image of at most {MOST_PIXELS:,} pixels (it is {shape[0]}×{shape[1]})")
-        grey = grey and mode in ("1", "L")
+            shape, mode = _checked_size(path, image), image.mode
+        grey = grey and mode in GREY
         first = first or (path, shape)
         if size is None and shape != first[1]:
             sizes = f"{first[1][0]}×{first[1][1]} as {first[0].name} is (it is {shape[0]}×{shape[1]})"
@@ -211,20 +207,64 @@ def _decode_into(out: Array, pillow: Any, paths: Sequence[Path]) -> None:
             out[i] = out[position[path]]
             continue
         with _opened(pillow, path, "a whole image") as image:
-            pixels = image.convert("L" if channels == 1 else "RGB")
-        if pixels.size != (width, height):
-            pixels = pixels.resize((width, height), pillow.Resampling.BILINEAR)
-        array = np.asarray(pixels, dtype=np.uint8)
-        out[i] = array[None] if channels == 1 else array.transpose(2, 0, 1)
+            out[i] = _pixels(pillow, image, channels, (width, height))
         position[path] = i
         if i % often == 0:
             mapped.release(out)
 
 
+def _checked_size(where: Path | str, image: Any) -> tuple[int, int]:
+    """Return an image's width and height; refuse what would take more memory than any image should."""
+    width, height = image.size
+    if width * height > MOST_PIXELS:
+        raise wrong(where, f"an image of at most {MOST_PIXELS:,} pixels (it is {width}×{height})")
+    return width, height
+
+
+def _pixels(pillow: Any, image: Any, channels: int, size: tuple[int, int]) -> Array:
+    """Return an image's bytes, channels first."""
+    pixels = image.convert("L" if channels == 1 else "RGB")
+    if pixels.size != size:
+        pixels = pixels.resize(size, pillow.Resampling.BILINEAR)
+    array = np.asarray(pixels, dtype=np.uint8)
+    return array[None] if channels == 1 else array.transpose(2, 0, 1)
+
+
+def decode_bytes(where: str, images: Iterable[bytes], channels: int, size: tuple[int, int] | None) -> Iterator[Array]:
+    """Yield images of a data set as [1, channels, height, width], as `decode` does those in files."""
+    pillow = _pillow(where)
+    for number, raw in enumerate(images):
+        with _decoded(pillow, io.BytesIO(raw), f"{where}, image {number}", "a whole image") as image:
+            pixels = _pixels(pillow, image, channels, size or _checked_size(where, image))
+        yield pixels[None]
+
+
+def form_of_bytes(where: str, images: Iterable[bytes]) -> Iterator[tuple[bool, tuple[int, int]]]:
+    """Yield for each image whether it is grey, and its width and height, from its header."""
+    pillow = _pillow(where)
+    for number, raw in enumerate(images):
+        with _decoded(pillow, io.BytesIO(raw), f"{where}, image {number}", "a readable image") as image:
+            yield image.mode in GREY, _checked_size(where, image)
+
+
+def _pillow(where: object) -> Any:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise InputError("data", str(where), "read with Pillow: pip install 'fedstill[images]'") from None
+    return Image
+
+
 @contextmanager
 def _opened(pillow: Any, path: Path, right: str) -> Iterator[Any]:
     """Open an image; whatever is wrong with it becomes one error that says what it should be."""
-    with regular(path) as file, warnings.catch_warnings():
+    with regular(path) as file, _decoded(pillow, file, path, right) as image:
+        yield image
+
+
+@contextmanager
+def _decoded(pillow: Any, file: IO[bytes], where: Path | str, right: str) -> Iterator[Any]:
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of broken metadata, and of sizes that are checked here
         try:
             with pillow.open(file, formats=("PNG", "JPEG", "TIFF")) as image:
@@ -232,7 +272,7 @@ def _opened(pillow: Any, path: Path, right: str) -> Iterator[Any]:
         except (InputError, MemoryError):
             raise
         except Exception as error:  # damaged bytes raise whatever Pillow stumbles over (struct.error, KeyError, …)
-            raise wrong(path, f"{right} ({first_line(error)})") from None
+            raise wrong(where, f"{right} ({first_line(error)})") from None
 
 
 def resize_into(x: Array, out: Array) -> None:

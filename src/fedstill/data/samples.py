@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -12,6 +13,9 @@ from torch import Tensor
 from ..core.errors import NoSamples
 from ..core.tree import put
 from .mapped import PIECE, Pages
+
+ALIGNED = 64  # bytes at whose multiples torch's memory begins
+CACHED = 1 << 19  # bytes of samples that a processor's cache holds while they are computed
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,8 +158,20 @@ def gather(x: Rows, order: Tensor, out: Tensor) -> None:
     if isinstance(x, Tensor):
         torch.index_select(x, 0, order, out=out)
         return
-    for rows, into in zip(*(torch.split(t, at_once(x)) for t in (order, out)), strict=True):
+    few = at_once(x, CACHED)
+    for rows, into in zip(*(torch.split(t, few) for t in (order, out)), strict=True):
         into.copy_(x[rows].flatten(1))
+
+
+def batches_at_once(x: Rows, size: int, count: int) -> int:
+    """Return how many batches of `size` samples to gather at a time, of `count` samples in all.
+
+    Those in a file are gathered one at a time, or so few that a batch begins as far from a multiple of `ALIGNED` bytes as it
+    would if all were gathered at once: what a processor's kernels compute may depend on that.
+    """
+    if isinstance(x, Tensor) or x.pages is None:
+        return max(1, -(-count // size))
+    return ALIGNED // math.gcd(ALIGNED, size * x.shape[1:].numel() * x.dtype.itemsize)
 
 
 @dataclass(frozen=True)

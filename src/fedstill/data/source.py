@@ -20,6 +20,7 @@ from .aesthetics import RATINGS, flickr_set, realcur_set
 from .dataset import Dataset
 from .domainnet import DOMAINS, domainnet_set
 from .files import IDX, cifar_set, digits, idx_set, npz_set
+from .hf import Chosen, hf_set
 from .images import domain_set, image_set, join_domains
 from .inaturalist import inaturalist_set
 from .leaf import femnist_set
@@ -233,6 +234,7 @@ SOURCES = {
         ),
     )
 }
+HF = "hf:"  # before the folder of a saved Hugging Face data set
 NAMES = (*SOURCES, "synthetic")
 
 
@@ -258,19 +260,27 @@ def load(
     progress: download.Progress | None = None,
     objective: str = AUTO,
     memory_map: str = mapped.AUTO,
+    input: str = "",
+    label: str = "",
+    owner: str = "",
 ) -> Dataset:
     """Load a data set by name or path.
 
     `source` is a name of the catalogue; several names joined by + (each a domain; `@SIZE` at the end sets the images'
     size); the path of an npz file; or a folder of images (`class/…`, `train/class/…`, `domain/class/…`; `PATH@SIZE`
     resizes, `PATH#DOMAIN,DOMAIN` reads some domains with the classes of all), of silos (one CSV or npz file per client)
-    or of npy files. Missing files are downloaded unless `fetch` is False. `objective` says what the targets are for; auto:
-    as their form and type say. `memory_map` says whether images and npy files stay on disk and are read when they are
-    needed; auto: where they would take more than half of the memory. The samples are the same.
+    or of npy files; or hf:FOLDER, a saved Hugging Face data set, of which `input`, `label` and `owner` name columns.
+    Missing files are downloaded unless `fetch` is False. `objective` says what the targets are for; auto: as their form and
+    type say. `memory_map` says whether images and npy files stay on disk and are read when they are needed; auto: where
+    they would take more than half of the memory. The samples are the same.
     """
     mapped.check(memory_map)
+    chosen = Chosen(input, label, owner)
+    if chosen != Chosen() and not str(source).startswith(HF):
+        name, value = next((name, value) for name, value in vars(chosen).items() if value)
+        raise InputError(name, value, f"left out with {source}: it names a column of hf:FOLDER")
     try:
-        return _as(_load(source, root_of(root), fetch, progress, objective, memory_map), str(source), objective)
+        return _as(_load(source, root_of(root), fetch, progress, objective, memory_map, chosen), str(source), objective)
     except MemoryError:
         raise InputError("data", str(source), "small enough for the memory") from None
 
@@ -293,8 +303,11 @@ def _load(
     progress: download.Progress | None,
     objective: str,
     memory_map: str,
+    chosen_columns: Chosen,
 ) -> Dataset:
     text = str(source)
+    if text.startswith(HF):
+        return _load_hf(text, chosen_columns, objective, memory_map)
     if isinstance(source, str):
         name, _, parameter = text.partition(":")
         if name == "synthetic":
@@ -352,6 +365,16 @@ def _parse_groups(names: str | None) -> tuple[str, ...]:
 def _name_with_groups(name: str, chosen: tuple[str, ...]) -> str:
     """Return the name of some groups of a set, which does not depend on their order."""
     return f"{name}#{','.join(sorted(chosen))}" if chosen else name
+
+
+def _load_hf(text: str, columns: Chosen, objective: str, memory_map: str) -> Dataset:
+    path, size, chosen = _parse_path(text.removeprefix(HF))
+    if chosen or not path.is_dir():
+        raise InputError("data", text, "hf:FOLDER of a folder that exists, written by datasets.Dataset.save_to_disk")
+    try:
+        return hf_set(path.resolve().name, path, columns, size, memory_map, objective)
+    except OSError as error:
+        raise InputError("data", text, f"a folder that can be read ({error})") from None
 
 
 def _load_path(text: str, objective: str, memory_map: str) -> Dataset:

@@ -16,7 +16,7 @@ from ..core.metric import Tally
 from ..core.optim import SGD
 from ..core.task import CHUNK, Task
 from ..core.tree import Params, Tree, put
-from ..data.samples import at_once
+from ..data.samples import batches_at_once
 from .bench import Bench, Done, Work, results_of
 from .fused import Perceptron
 from .hooks import calls
@@ -24,8 +24,6 @@ from .kept import KEPT, with_kept
 from .malloc import keep_freed_memory
 from .progress import Course
 from .step import Step, by_autograd, check_begun, check_unchanged, explained, versions
-
-ALIKE = 16  # batches after which the next begins at a multiple of 64 bytes, whatever a sample's size
 
 
 class One:
@@ -278,14 +276,13 @@ class PhaseTraining:
 def _batches(bench: Bench, round: int, client: int, steps: int, done: int = 0) -> Iterator[Batch]:
     """Yield the client's first batches of a round but for those that are `done`: one gather per epoch, then slices of it.
 
-    Samples in a file are gathered a few batches at a time, which begin where those of an epoch would, as memory is aligned: what
-    the processor's kernels compute may depend on that.
+    Samples in a file are gathered a batch at a time, or a few.
     """
     x, y = bench.data.train.of(client)
     size, per_epoch = min(bench.plan.batch_size, len(y)), bench.plan.steps(len(y), 1)
     step = done - done % per_epoch
     keys = put(bench.plan.step_keys(round, client, steps), x.device)
-    together = size * ALIKE * -(-at_once(x) // (size * ALIKE))
+    together = size * batches_at_once(x, size, len(y))
     for order in _orders(bench, round, client, steps, done):
         for index in torch.split(order, together):
             xs, ys = x[index], y[index]

@@ -123,6 +123,15 @@ class Experiment(Training):
     objective: Literal["auto", "classification", "multilabel", "regression", "tokens"] = setting(
         "auto", "what is learned; auto: as form and type of the targets say", group="data"
     )
+    label: str = setting(
+        "", "the column that is learned, of data in columns; empty: the one called label or y", group="data"
+    )
+    input: str = setting(
+        "",
+        "the columns of samples of hf:FOLDER, joined by commas; empty: image, input_ids, x, …, else all",
+        group="data",
+    )
+    owner: str = setting("", "the column of hf:FOLDER whose every value is a client, by that name", group="data")
     split: str = setting(
         "80/20", "train/test (80/20) or train/val/test (70/10/20) per client, or official", group="data"
     )

@@ -94,6 +94,9 @@ def federation_of(experiment: Experiment) -> Federation:
         experiment.data_root or None,
         objective=experiment.objective,
         memory_map=experiment.memory_map,
+        input=experiment.input,
+        label=experiment.label,
+        owner=experiment.owner,
     )
     owned = "owner" if dataset.owner is not None else "domain" if dataset.domain is not None else None
     owned = owned or (None if dataset.objective == "classification" else "iid")  # a sample is of no one class
