@@ -29,8 +29,8 @@ TIMES = (
     10  # bytes of memory for each number of a set of images: the bytes, and float32 for the clients and for the engine
 )
 PIECE = 8 << 20  # bytes of samples, as float32, to work on at a time
-BUDGET = 128 << 20  # bytes of mapped files that a process looks at before it lets go of them
-AROUND = 1 << 16  # bytes that the system maps around one that is looked at
+BUDGET = 256 << 20  # bytes of mapped files that a process looks at before it lets go of them
+AROUND = 1 << 21  # bytes that the system may map around a sample that is looked at
 
 
 def check(mode: str) -> None:
@@ -135,16 +135,16 @@ def tensor(x: Array) -> torch.Tensor:
 
 
 class Pages:
-    """Lets go of a mapped file's pages whenever about `BUDGET` bytes of them have been looked at."""
+    """Lets go of a mapped file's pages whenever `budget` bytes of them have been looked at."""
 
-    def __init__(self, view: mmap.mmap, budget: int = BUDGET) -> None:
+    def __init__(self, view: mmap.mmap, budget: int) -> None:
         self._view, self._budget = view, budget
         self._looked, self._limit = 0, resident() + budget
 
-    def looked_at(self, samples: int, each: int) -> None:
-        """Note that so many samples of `each` bytes were read."""
-        self._looked += samples * max(each, AROUND)
-        if self._looked < self._budget:
+    def looked_at(self, samples: int) -> None:
+        """Note that so many samples were read."""
+        self._looked += samples
+        if self._looked * AROUND < self._budget:
             return
         self._looked = 0
         if resident() > self._limit:
@@ -160,5 +160,5 @@ _pages: weakref.WeakKeyDictionary[mmap.mmap, Pages] = (
 def pages_of(view: mmap.mmap) -> Pages:
     """Return what lets go of a mapping's pages, the same for all who read it."""
     if view not in _pages:
-        _pages[view] = Pages(view)
+        _pages[view] = Pages(view, BUDGET)
     return _pages[view]

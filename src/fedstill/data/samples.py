@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,23 +37,34 @@ class Samples:
     def __getitem__(self, rows: Tensor | slice) -> Tensor:
         if self.order is not None:
             rows = self.order[rows]
-        raw = self.raw[rows]
-        if self.pages is not None:
-            each = self.raw.shape[1:].numel()
-            self.pages.looked_at(raw.numel() // max(1, each), each * raw.itemsize)
-            raw = raw.contiguous()
-            if self.values is not None:
-                return self._computed(raw)
+        if self.pages is not None and type(rows) is Tensor:  # a traced one is of another type
+            return _Gathered.apply(rows, self)  # type: ignore[no-any-return, no-untyped-call]
+        return self._numbers(self.raw[rows])
+
+    def _numbers(self, raw: Tensor) -> Tensor:
+        """Return what stands for these values of `raw`."""
         if self.values is None:
             return raw if self.kind is None else raw.to(self.kind)
         channel = 256 * torch.arange(len(self.values), device=raw.device).reshape(-1, *[1] * (self.raw.ndim - 2))
         return self.values.reshape(-1)[raw.long() + channel]
 
-    def _computed(self, raw: Tensor) -> Tensor:
-        x = raw.to(torch.float32).div_(255)
-        if self.normal is not None:
-            x.sub_(self.normal[0]).div_(self.normal[1])
-        return x.to(self.dtype)
+    def gathered(self, rows: Tensor) -> Tensor:
+        """Return samples of a file, a few at a time: what is computed stays in the cache, and pages do not pile up."""
+        assert self.pages is not None
+        out = torch.empty((*rows.shape, *self.raw.shape[1:]), dtype=self.dtype)
+        few = max(1, CACHED // max(1, 4 * self.raw.shape[1:].numel()))
+        flat = out.view(-1, *self.raw.shape[1:])
+        for first, some in zip(range(0, rows.numel(), few), torch.split(rows.reshape(-1), few), strict=False):
+            raw, into = self.raw[some], flat[first : first + few]
+            self.pages.looked_at(len(some))
+            if self.values is None:
+                into.copy_(raw)
+                continue
+            x = raw.to(torch.float32).div_(255)
+            if self.normal is not None:
+                x.sub_(self.normal[0]).div_(self.normal[1])
+            into.copy_(x)
+        return out
 
     def __len__(self) -> int:
         return len(self.raw) if self.order is None else len(self.order)
@@ -102,6 +113,22 @@ class Samples:
         if self.values is not None:
             return replace(self, values=self.values.to(dtype))
         return replace(self, kind=dtype)
+
+
+class _Gathered(torch.autograd.Function):
+    """Reads samples from a file; under `vmap` those of all clients at once."""
+
+    @staticmethod
+    def forward(rows: Tensor, samples: Samples) -> Tensor:
+        return samples.gathered(rows)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, rows: Tensor, samples: Samples) -> tuple[Tensor, int]:
+        return _Gathered.apply(rows.movedim(in_dims[0], 0), samples), 0  # type: ignore[no-untyped-call]
 
 
 Rows: TypeAlias = Tensor | Samples  # samples in memory, or read when they are needed
@@ -158,8 +185,7 @@ def gather(x: Rows, order: Tensor, out: Tensor) -> None:
     if isinstance(x, Tensor):
         torch.index_select(x, 0, order, out=out)
         return
-    few = at_once(x, CACHED)
-    for rows, into in zip(*(torch.split(t, few) for t in (order, out)), strict=True):
+    for rows, into in zip(*(torch.split(t, at_once(x, CACHED)) for t in (order, out)), strict=True):
         into.copy_(x[rows].flatten(1))
 
 
