@@ -249,7 +249,9 @@ def _pieces(sets: Sequence[Saved], inputs: Sequence[str], images: Form | None) -
                 continue
             parts = [arrow.numbers(where, batch.column(i)) for i, where in enumerate(wheres)]
             if len(parts) > 1 or parts[0].ndim == 1:
-                yield np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1).astype(np.float32)
+                joined = np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
+                with np.errstate(over="ignore", invalid="ignore"):
+                    yield joined.astype(np.float32)
             else:
                 x = images_first(parts[0])
                 yield np.ascontiguousarray(x, dtype=kind_of(x))
