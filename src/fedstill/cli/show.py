@@ -46,6 +46,7 @@ OWN = (
         "FOLDER",
         "your npy files, which may be larger than the memory: x.npy and y.npy, or a folder with these for each client",
     ),
+    ("hf:FOLDER[@SIZE]", "a Hugging Face data set that save_to_disk wrote; --label, --input, --owner name its columns"),
 )
 FIELDS = (
     "data", "data_root", "label", "input", "owner", "clients", "partition", "split", "pool", "seed", "memory_map",

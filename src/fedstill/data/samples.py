@@ -37,9 +37,9 @@ class Samples:
     def __getitem__(self, rows: Tensor | slice) -> Tensor:
         if self.order is not None:
             rows = self.order[rows]
-        if self.pages is not None and type(rows) is Tensor:  # a traced one is of another type
+        if self.pages is not None and type(rows) is Tensor and rows.ndim:  # a traced one is of another type
             return _Gathered.apply(rows, self)  # type: ignore[no-any-return, no-untyped-call]
-        return self._numbers(self.raw[rows])
+        return self._numbers(self.raw[rows] if self.pages is None else self.raw[rows].contiguous())
 
     def _numbers(self, raw: Tensor) -> Tensor:
         """Return what stands for these values of `raw`."""
@@ -48,22 +48,28 @@ class Samples:
         channel = 256 * torch.arange(len(self.values), device=raw.device).reshape(-1, *[1] * (self.raw.ndim - 2))
         return self.values.reshape(-1)[raw.long() + channel]
 
-    def gathered(self, rows: Tensor) -> Tensor:
-        """Return samples of a file, a few at a time: what is computed stays in the cache, and pages do not pile up."""
+    def gathered(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return samples of a file, a few at a time: what is computed stays in the cache, and pages do not pile up.
+
+        `out` is where to write them, if not to new memory: [rows, …] as samples have it.
+        """
         assert self.pages is not None
-        out = torch.empty((*rows.shape, *self.raw.shape[1:]), dtype=self.dtype)
-        few = max(1, CACHED // max(1, 4 * self.raw.shape[1:].numel()))
-        flat = out.view(-1, *self.raw.shape[1:])
-        for first, some in zip(range(0, rows.numel(), few), torch.split(rows.reshape(-1), few), strict=False):
-            raw, into = self.raw[some], flat[first : first + few]
-            self.pages.looked_at(len(some))
+        shape = self.raw.shape[1:]
+        out = torch.empty((*rows.shape, *shape), dtype=self.dtype) if out is None else out
+        flat, places, few = out.flatten(0, rows.ndim - 1), rows.reshape(-1), max(1, CACHED // max(1, 4 * shape.numel()))
+        for first in range(0, len(places), few):
+            into = flat[first : first + few]
+            raw = self.raw[places[first : first + few]]
+            self.pages.looked_at(len(raw))
             if self.values is None:
                 into.copy_(raw)
                 continue
-            x = raw.to(torch.float32).div_(255)
+            x = into if into.dtype == torch.float32 else torch.empty(raw.shape)
+            torch.div(raw, 255, out=x)
             if self.normal is not None:
                 x.sub_(self.normal[0]).div_(self.normal[1])
-            into.copy_(x)
+            if x is not into:
+                into.copy_(x)
         return out
 
     def __len__(self) -> int:
@@ -185,8 +191,10 @@ def gather(x: Rows, order: Tensor, out: Tensor) -> None:
     if isinstance(x, Tensor):
         torch.index_select(x, 0, order, out=out)
         return
-    for rows, into in zip(*(torch.split(t, at_once(x, CACHED)) for t in (order, out)), strict=True):
-        into.copy_(x[rows].flatten(1))
+    if x.pages is None:
+        out.copy_(x[order].flatten(1))
+    else:
+        x.gathered(order if x.order is None else x.order[order], out.unflatten(1, x.raw.shape[1:]))
 
 
 def batches_at_once(x: Rows, size: int, count: int) -> int:
