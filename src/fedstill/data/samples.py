@@ -194,7 +194,7 @@ def gather(x: Rows, order: Tensor, out: Tensor) -> None:
     if x.pages is None:
         out.copy_(x[order].flatten(1))
     else:
-        x.gathered(order if x.order is None else x.order[order], out.unflatten(1, x.raw.shape[1:]))
+        x.gathered(order if x.order is None else x.order[order], out.unflatten(1, x.raw.shape[1:]))  # type: ignore[no-untyped-call]
 
 
 def batches_at_once(x: Rows, size: int, count: int) -> int:
