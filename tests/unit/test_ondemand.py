@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -224,36 +225,55 @@ def test_images_are_decoded_once_until_one_changes(images, cache, monkeypatch):
     assert len(list(cache.iterdir())) == 2
 
 
+def make(letter, value=7):
+    return cached.make(64 * letter, np.uint8, (1000,), lambda out: out.fill(value))
+
+
 def test_what_is_unused_for_the_longest_time_goes(cache, monkeypatch):
-    def make(name, value):
-        return cached.make(name, np.uint8, (1000,), lambda out: out.fill(value))
+    def there():
+        return sorted(path.stem[0] for path in cache.iterdir())
 
     monkeypatch.setenv(cached.SIZE, "3K")
     first = make("a", 1)
     make("b", 2)
-    cached.find("a")  # used after b
+    cached.find(64 * "a")  # used after b
     make("c", 3)
-    assert sorted(path.stem for path in cache.iterdir()) == ["a", "c"]
-    cached.find("c")
+    assert there() == ["a", "c"]
+    cached.find(64 * "c")
     make("d", 4)
-    assert sorted(path.stem for path in cache.iterdir()) == ["c", "d"]
+    assert there() == ["c", "d"]
     assert (first == 1).all()  # who reads it goes on reading
     monkeypatch.setenv(cached.SIZE, "1K")
     with pytest.raises(InputError, match=r"FEDSTILL_CACHE_SIZE = 1.0 kB: should be at least 1.1 kB"):
         make("e", 5)
 
 
-def test_a_file_that_is_not_whole_is_made_again(cache):
-    def make():
-        return cached.make("a", np.uint8, (1000,), lambda out: out.fill(7))
+def test_nothing_but_what_it_wrote_is_deleted(cache, monkeypatch):
+    cache.mkdir()
+    mine = [cache / "x.npy", cache / ".notes.1.part", cache / f"{64 * 'g'}.npy"]
+    for path in mine:
+        path.write_bytes(bytes(5000))
+    ended = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], check=True, capture_output=True, text=True
+    )
+    left = [cache / f".{64 * 'a'}.{pid}.part" for pid in (int(ended.stdout), os.getpid())]
+    for path in left:
+        path.write_bytes(b"")
+    monkeypatch.setenv(cached.SIZE, "2K")
+    make("b")
+    make("c")
+    assert sorted(cache.iterdir()) == sorted([*mine, left[1], cache / f"{64 * 'c'}.npy"])
 
-    make()
-    (cache / "a.npy").write_bytes((cache / "a.npy").read_bytes()[:-1])
-    assert cached.find("a") is None
-    assert (make() == 7).all()
+
+def test_a_file_that_is_not_whole_is_made_again(cache):
+    make("a")
+    path = cache / f"{64 * 'a'}.npy"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert cached.find(64 * "a") is None
+    assert (make("a") == 7).all()
     with pytest.raises(RuntimeError):
-        cached.make("b", np.uint8, (10,), lambda out: (_ for _ in ()).throw(RuntimeError))
-    assert [path.name for path in cache.iterdir()] == ["a.npy"]  # nothing is left behind
+        cached.make(64 * "b", np.uint8, (10,), lambda out: (_ for _ in ()).throw(RuntimeError))
+    assert list(cache.iterdir()) == [path]  # nothing is left behind
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, images, monkeypatch):

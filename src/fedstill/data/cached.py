@@ -8,11 +8,11 @@ is no more room; a process that still reads it goes on reading. Only the user ma
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +31,7 @@ FOLDER, SIZE = "FEDSTILL_CACHE", "FEDSTILL_CACHE_SIZE"
 USUAL = "~/.cache/fedstill/decoded"
 LARGEST = 64 << 30  # bytes that all files may take, where the variable says nothing else
 LEFT = 1 << 30  # bytes of the disk to leave free
+NAME = re.compile(r"\.?[0-9a-f]{64}\.(?:npy|(?P<pid>[0-9]+)\.part)")  # of a whole file, or of one that is being written
 FORMAT = 1  # raised when what is made of the same files changes
 
 
@@ -110,12 +111,12 @@ def _make_room(place: Path, size: int) -> None:
     if size > most:
         right = f"at least {in_words(size)} for these samples, or memory_map off with enough memory"
         raise InputError(SIZE, Shown(in_words(most)), right)
-    for stale in place.glob(".*.part"):  # of a process that was ended
-        if not _lives(stale.name.split(".")[-2]):
-            stale.unlink(missing_ok=True)
-    files = sorted(
-        ((p.stat().st_mtime_ns, p.stat().st_size, p) for p in place.glob("*.npy")), key=lambda entry: entry[0]
-    )
+    ours = {path: match for path in place.iterdir() if (match := NAME.fullmatch(path.name))}  # others' files stay
+    for path, match in ours.items():
+        if match["pid"] and not _lives(int(match["pid"])):  # of a process that was ended
+            path.unlink(missing_ok=True)
+    whole = [(path.stat(), path) for path, match in ours.items() if not match["pid"]]
+    files = sorted(((about.st_mtime_ns, about.st_size, path) for about, path in whole), key=lambda entry: entry[0])
     taken = sum(each for _, each, _ in files)
     for _, each, path in files:
         if taken + size <= most and shutil.disk_usage(place).free >= size + LEFT:
@@ -124,12 +125,12 @@ def _make_room(place: Path, size: int) -> None:
         taken -= each
 
 
-def _lives(pid: str) -> bool:
-    """Return whether there is a process of this number; what is no number is nobody's."""
-    if not pid.isdigit():
+def _lives(pid: int) -> bool:
+    """Return whether there is a process of this number."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
         return False
-    with contextlib.suppress(ProcessLookupError):
-        with contextlib.suppress(PermissionError):
-            os.kill(int(pid), 0)
+    except PermissionError:  # of another user
         return True
-    return False
+    return True
