@@ -225,6 +225,21 @@ def test_images_are_decoded_once_until_one_changes(images, cache, monkeypatch):
     assert len(list(cache.iterdir())) == 2
 
 
+def test_an_image_that_changes_while_it_is_read_is_noticed(images, cache, monkeypatch):
+    from fedstill.data import images as module
+
+    real = module._pixels
+
+    def disturbed(*words):
+        (images / "class 0" / "000.png").touch()
+        return real(*words)
+
+    monkeypatch.setattr(module, "_pixels", disturbed)
+    with pytest.raises(InputError, match="one of them has changed"):
+        load(images, memory_map="on")
+    assert list(cache.iterdir()) == []
+
+
 def make(letter, value=7):
     return cached.make(64 * letter, np.uint8, (1000,), lambda out: out.fill(value))
 

@@ -54,6 +54,12 @@ def digest(kind: str, root: Path, paths: Sequence[Path], *settings: object) -> s
     return found.hexdigest()
 
 
+def check_unchanged(key: str, kind: str, root: Path, paths: Sequence[Path], *settings: object) -> None:
+    """Refuse files of which one has changed since they were named by `digest`, while they were read."""
+    if digest(kind, root, paths, *settings) != key:
+        raise wrong(root, "left alone while its files are read: one of them has changed")
+
+
 def find(key: str) -> Array | None:
     """Return the array of this name as one in a file; None where it is not here, or not whole."""
     path = folder() / f"{key}.npy"

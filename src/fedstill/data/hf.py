@@ -197,6 +197,8 @@ def _samples(
     first = next(_pieces(sets, inputs, images))
     shape = (sum(counts), *first.shape[1:])
     numbers = math.prod(shape)
+    made_of = ("hf", folder, [path for saved in sets for path in saved.files], tuple(inputs), size)
+    key = cached.digest(*made_of)
 
     def write(out: Array) -> None:
         done = 0
@@ -207,10 +209,9 @@ def _samples(
             out[done : done + len(piece)] = piece
             done += len(piece)
             mapped.release(out)
+        cached.check_unchanged(key, *made_of)
 
     if mapped.pays(memory_map, numbers):
-        files = [path for saved in sets for path in saved.files]
-        key = cached.digest("hf", folder, files, tuple(inputs), size)
         found = cached.find(key)
         return cached.make(key, first.dtype, shape, write) if found is None else found
     require("data", str(folder), (first.itemsize + 4) * numbers)

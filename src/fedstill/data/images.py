@@ -161,9 +161,10 @@ def decode(
     pillow = _pillow(paths[0])
     distinct = dict.fromkeys(paths)
     contained(distinct, folder)
+    made_of = ("images", folder, paths, size, colour, pillow.__version__)
     key = ""
     if memory_map != mapped.OFF:
-        key = cached.digest("images", folder, paths, size, colour, pillow.__version__)
+        key = cached.digest(*made_of)
         found = cached.find(key)
         if found is not None and mapped.pays(memory_map, found.size):
             return found
@@ -172,6 +173,8 @@ def decode(
 
     def write(out: Array) -> None:
         _decode_into(out, pillow, paths)
+        if key:
+            cached.check_unchanged(key, *made_of)
 
     if mapped.pays(memory_map, math.prod(shape)):
         return cached.make(key, np.uint8, shape, write)

@@ -129,7 +129,8 @@ def _samples(folder: Path, stored: Sequence[Stored], memory_map: str) -> Array:
     kind = kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
     if len(views) == 1 and views[0].dtype == kind:
         return views[0]
-    key = cached.digest("npy", folder, [each.path for each in stored], str(kind))
+    made_of = ("npy", folder, [each.path for each in stored], str(kind))
+    key = cached.digest(*made_of)
     found = cached.find(key)
 
     def copy(out: Array) -> None:
@@ -140,6 +141,7 @@ def _samples(folder: Path, stored: Sequence[Stored], memory_map: str) -> Array:
                     out[done : done + len(piece)] = piece
                 done += len(piece)
                 mapped.release(out)
+        cached.check_unchanged(key, *made_of)
 
     return cached.make(key, kind, (sum(map(len, views)), *views[0].shape[1:]), copy) if found is None else found
 
