@@ -59,7 +59,7 @@ class Samples:
         flat, places, few = out.flatten(0, rows.ndim - 1), rows.reshape(-1), max(1, CACHED // max(1, 4 * shape.numel()))
         for first in range(0, len(places), few):
             into = flat[first : first + few]
-            raw = self.raw[places[first : first + few]]
+            raw = self.raw.index_select(0, places[first : first + few])  # of bytes five times as fast as indexing
             self.pages.looked_at(len(raw))
             if self.values is None:
                 into.copy_(raw)

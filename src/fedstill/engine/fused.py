@@ -27,7 +27,7 @@ from ..core.method import Method, Phase
 from ..core.optim import SGD
 from ..core.task import Task
 from ..core.tree import Params, Tree
-from ..data.samples import Rows, at_once, gather
+from ..data.samples import CACHED, Rows, at_once, gather
 from .hooks import calls
 from .progress import Course
 
@@ -256,7 +256,7 @@ class Loop:
 
     def batches(self, x: Rows, order: Tensor, size: int) -> Iterator[Tensor]:
         """Yield the samples in an order, by batches: one gather of all, or of a few batches where they lie in a file."""
-        for rows in torch.split(order, size * -(-at_once(x) // size)):
+        for rows in torch.split(order, size * -(-at_once(x, CACHED) // size)):
             yield from torch.split(self.gather(x, rows), size)
 
     def gather(self, x: Rows, order: Tensor) -> Tensor:
