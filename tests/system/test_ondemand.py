@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,3 +94,12 @@ def test_a_cluster_of_shares(tmp_path, monkeypatch):
     assert torch.equal(share.train.of(2)[0][:], whole.clients[2].x_train[:])
     with pytest.raises(Exception, match="another"):
         share.train.of(1)
+
+
+def test_the_benchmark_compares():
+    """A small version of what docs/performance.md has; of speed nothing is said on so few images."""
+    script = Path(__file__).parents[2] / "benchmarks" / "ondemand.py"
+    words = ["--images", "150", "--size", "16", "--clients", "2", "--rounds", "2", "--model", "mlr"]
+    printed = subprocess.run([sys.executable, str(script), *words], check=True, capture_output=True, text=True).stdout
+    assert "the same bits" in printed
+    assert "150 JPEG images of 16×16" in printed

@@ -16,6 +16,7 @@ import fedstill as fs
 from fedstill.core.errors import InputError
 from fedstill.data import cached, load, mapped
 from fedstill.data.samples import Samples, batches_at_once, pieces
+from fedstill.edge import data_manager
 from fedstill.edge.data_manager import DataManager, join
 from fedstill.scores.external import with_external
 
@@ -204,6 +205,19 @@ def test_runs_side_by_side_share_the_file(images):
     for k, federation in enumerate(federations):
         for c in range(3):
             assert torch.equal(joined.of(3 * k + c)[0][:], federation.clients[c].x_train[:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_a_gpu_gets_is_what_it_gets_of_samples_in_memory(images, tmp_path, dtype):
+    """Bytes and a table; here both lie on the CPU."""
+    memory, disk = both(images)
+    bytes_ = data_manager._uploaded(disk.rows(np.arange(89, -1, -1)), CPU, dtype)
+    packed = data_manager._packed(memory.tensor(memory.x[::-1]), dtype, memory.mean, memory.std)
+    assert bytes_.pages is None
+    assert torch.equal(bytes_.raw, packed.raw)
+    assert torch.equal(bytes_.values, packed.values)
+    numbers = load(save(tmp_path / "a", x=KINDS["numbers"], y=np.arange(40) % 3), memory_map="on")
+    assert torch.equal(data_manager._uploaded(numbers.rows(), CPU, dtype).raw, numbers.tensors()[0].to(dtype))
 
 
 # ---- what is kept on disk --------------------------------------------------------------------------------------------

@@ -151,13 +151,16 @@ def _placed(x: Samples, device: torch.device, dtype: torch.dtype) -> Samples:
     """Return samples in a file for an engine on the device: on a CPU they stay there, a GPU gets them as they are."""
     if device.type == "cpu":
         return x if x.dtype == dtype else x.to(dtype)
-    raw = torch.empty(x.shape, dtype=x.raw.dtype, device=device)
+    return _uploaded(x, device, dtype)
+
+
+def _uploaded(x: Samples, device: torch.device, dtype: torch.dtype) -> Samples:
+    """Return samples of a file on the device, bytes as bytes; the host's memory holds a few at a time."""
+    raw = torch.empty(x.shape, dtype=x.raw.dtype if x.values is not None else dtype, device=device)
     plain, rows = replace(x, values=None, kind=None, normal=None), at_once(x)
     for first in range(0, len(x), rows):
         raw[first : first + rows] = plain[first : first + rows].to(device)
-    return Samples(
-        raw if x.values is not None else raw.to(dtype), None if x.values is None else x.values.to(device, dtype)
-    )
+    return Samples(raw, None if x.values is None else x.values.to(device, dtype))
 
 
 def _targets(y: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
