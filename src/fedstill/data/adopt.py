@@ -185,7 +185,9 @@ def _read(where: str, data: Any, input: str | Sequence[str], label: str) -> Read
     if count == 0:
         raise InputError(where, Shown("a data set without samples"), "one of at least one sample")
     features = getattr(data, "features", None)
-    fields = columns.choose(where, list(features), input, label) if isinstance(features, Mapping) else None
+    fields = None
+    if isinstance(features, Mapping) and hasattr(data, "column_names"):  # of Hugging Face
+        fields = columns.choose(where, list(features), input, label)
     for i in dict.fromkeys(np.linspace(0, count - 1, min(TWICE, count)).astype(int).tolist()):
         first, again = _sample(where, data, i, fields, input, label), _sample(where, data, i, fields, input, label)
         same = np.array_equal(first[0], again[0], equal_nan=first[0].dtype.kind == "f") and np.array_equal(
