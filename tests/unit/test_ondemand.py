@@ -421,7 +421,7 @@ from pathlib import Path
 from fedstill.data import load
 from fedstill.data import mapped
 from fedstill.edge.data_manager import DataManager
-mapped.BUDGET //= 4
+mapped.BUDGET //= 8
 def peak():
     return 1024 * next(int(l.split()[1]) for l in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in l)
 small, large = sys.argv[1:]

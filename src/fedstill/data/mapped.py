@@ -29,7 +29,7 @@ TIMES = (
     10  # bytes of memory for each number of a set of images: the bytes, and float32 for the clients and for the engine
 )
 PIECE = 8 << 20  # bytes of samples, as float32, to work on at a time
-BUDGET = 256 << 20  # bytes of mapped files that a process looks at before it lets go of them
+BUDGET = 512 << 20  # bytes of mapped files that a process looks at before it lets go of them
 AROUND = 1 << 21  # bytes that the system may map around a sample that is looked at
 
 
