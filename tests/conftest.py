@@ -48,6 +48,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = taken
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _decoded(tmp_path_factory):
+    """No test writes decoded samples into the user's cache."""
+    os.environ["FEDSTILL_CACHE"] = str(tmp_path_factory.mktemp("decoded"))
+
+
 @pytest.fixture
 def spied(monkeypatch):
     """Every reply that passes, each with what its client keeps; a run that names no transport is carried by `spied.transport`."""

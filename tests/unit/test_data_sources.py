@@ -264,7 +264,7 @@ def test_unknown_names_and_paths(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("x")
     refused(text, None, "an npz or CSV file, or a folder")
-    refused(tmp_path, None, "class folders of png or jpg images, or one CSV or npz file")
+    refused(tmp_path, None, "class folders of png or jpg images, one CSV or npz file")
 
 
 def test_root_is_argument_then_variable_then_home(monkeypatch, tmp_path):

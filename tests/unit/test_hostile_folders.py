@@ -278,7 +278,10 @@ def test_hostile_images(pets: Path, monkeypatch: Any) -> None:
         refused(says, load, pets)
     path.write_bytes(whole)
     monkeypatch.setenv("FEDSTILL_MEMORY", "10M")
-    refused("it takes 94.4 MB", load, f"{pets}@1024")
+    refused("it takes 94.4 MB", load, f"{pets}@1024", memory_map="off")
+    assert load(f"{pets}@1024").shape == (3, 1024, 1024)  # decoded into a file
+    monkeypatch.setenv("FEDSTILL_CACHE_SIZE", "10M")
+    refused("at least 18.8 MB", load, f"{pets}@1023")
     refused("a file that exists", decode, [pets / "none.png"], None, pets)
 
 

@@ -12,8 +12,8 @@ from ..run.simulation import share_of
 from .job import Job
 
 DIVIDED_BY = (
-    "data", "data_root", "clients", "partition", "split", "pool", "external", "seed", "objective", "label", "ignore", "impute",
-    "encode", "normalise",
+    "data", "data_root", "label", "input", "owner", "ignore", "impute", "encode", "normalise", "clients", "partition", "split",
+    "pool", "external", "seed", "objective", "memory_map",
 )  # fmt: skip
 
 

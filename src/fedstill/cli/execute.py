@@ -14,6 +14,7 @@ import torch
 from ..core import own, settings
 from ..core.errors import Stopped, TrainingError
 from ..data import Federation
+from ..data.samples import pieces
 from ..report import local_work
 from ..report.text import Facts, partition_of
 from ..run import prepare, simulation, together
@@ -141,7 +142,8 @@ def _unscaled(federation: Federation) -> list[str]:
     """Return a line where columns of numbers are far from 0, from which models learn badly; none for images and texts."""
     if len(federation.shape) != 1 or not federation.clients[0].x_train.is_floating_point():
         return []
-    size = torch.cat([client.x_train for client in federation.clients]).double().square().mean(0).sqrt()
+    squares = [piece.double().square().sum(0) for client in federation.clients for piece in pieces(client.x_train)]
+    size = (torch.stack(squares).sum(0) / sum(federation.sizes("train"))).sqrt()
     far = [i for i, value in enumerate(size.tolist()) if value > FAR]
     if not far:
         return []

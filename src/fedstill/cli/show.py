@@ -43,10 +43,15 @@ OWN = (
     ("FOLDER[@SIZE]", "your images in class folders (also train/… and test/…, or domain/class/…)"),
     ("FOLDER", "your silos: one CSV or npz file for each client (--label, --impute, --encode, --normalise)"),
     ("FILE.csv", "one table, dealt to clients by --partition"),
+    (
+        "FOLDER",
+        "your npy files, which may be larger than the memory: x.npy and y.npy, or a folder with these for each client",
+    ),
+    ("hf:FOLDER[@SIZE]", "a Hugging Face data set that save_to_disk wrote; --label, --input, --owner name its columns"),
 )
 FIELDS = (
-    "data", "data_root", "clients", "partition", "split", "pool", "seed", "objective", "label", "ignore", "impute", "encode",
-    "normalise",
+    "data", "data_root", "label", "input", "owner", "ignore", "impute", "encode", "normalise", "clients", "partition", "split",
+    "pool", "seed", "objective", "memory_map",
 )  # fmt: skip
 SUFFIXES = (".png", ".pdf", ".svg")
 

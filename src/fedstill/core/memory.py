@@ -19,10 +19,7 @@ def available() -> int:
     The variable FEDSTILL_MEMORY (such as 500M or 64G) replaces them.
     """
     if text := os.environ.get("FEDSTILL_MEMORY", ""):
-        match = re.fullmatch(r"(\d{1,15})([KMGT]?)B?", text.strip().upper(), re.ASCII)
-        if match is None:
-            raise InputError("FEDSTILL_MEMORY", text, "a number of bytes such as 500M or 64G")
-        return int(match[1]) * UNITS[match[2]]
+        return size_in("FEDSTILL_MEMORY", text)
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 8 << 30
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -38,6 +35,18 @@ def available() -> int:
             mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
             size = min(size, max(0, limit - mapped))
     return size
+
+
+def size_in(field: str, text: str) -> int:
+    """Return the bytes that a text such as 500M says.
+
+    >>> size_in("FEDSTILL_MEMORY", "64G") == 64 << 30
+    True
+    """
+    match = re.fullmatch(r"(\d{1,15})([KMGT]?)B?", text.strip().upper(), re.ASCII)
+    if match is None:
+        raise InputError(field, text, "a number of bytes such as 500M or 64G")
+    return int(match[1]) * UNITS[match[2]]
 
 
 def _taken_by_container() -> int:

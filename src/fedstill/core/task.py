@@ -302,11 +302,12 @@ class Task:
         """The model's layers by channel, followed once; a model that cannot be followed is refused by name."""
         return self.net.channels()
 
-    def predict(self, params: Params, x: Tensor) -> Tensor:
-        """Return the model's output in evaluation, without gradient, computed in chunks."""
+    def predict(self, params: Params, x: Any) -> Tensor:
+        """Return the model's output in evaluation, without gradient, computed in chunks; x[rows] gives a tensor."""
         with torch.no_grad():
             params = {name: self.net.fast_layout(value) for name, value in params.items()}
-            return torch.cat([self.net(params, part, train=False) for part in torch.split(x, CHUNK)])
+            chunks = (slice(first, first + CHUNK) for first in range(0, max(1, len(x)), CHUNK))
+            return torch.cat([self.net(params, x[rows], train=False) for rows in chunks])
 
     def local_logits(self, params: Params) -> Tensor:
         """Return the evaluation output for all of the client's training samples, as they are: not augmented.

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from ..core.errors import InputError, Shown
+from . import mapped
 from .dataset import Dataset, dataset
 from .draw import generator
 from .files import read_text, wrong
@@ -33,7 +34,12 @@ Ratings = dict[str, list[tuple[Path, int]]]  # each rater's images and labels
 
 
 def flickr_set(
-    name: str, folder: Path, size: int | None, workers: int | None = None, chosen: Sequence[str] = ()
+    name: str,
+    folder: Path,
+    size: int | None,
+    workers: int | None = None,
+    chosen: Sequence[str] = (),
+    memory_map: str = mapped.OFF,
 ) -> Dataset:
     """Read FLICKR-AES: all workers, a fixed draw of a number of them, or the chosen ones."""
     ratings = _read_ratings(folder / RATINGS, folder / "40K")
@@ -41,10 +47,14 @@ def flickr_set(
         raise InputError("data", name, "with a number of workers or their names, not both")
     if workers is not None:
         chosen = _draw_workers(name, ratings, workers)
-    return _build(name, folder, {w: ratings[w] for w in choose(name, "worker", sorted(ratings), chosen)}, size)
+    return _build(
+        name, folder, {w: ratings[w] for w in choose(name, "worker", sorted(ratings), chosen)}, size, memory_map
+    )
 
 
-def realcur_set(name: str, folder: Path, size: int | None, chosen: Sequence[str] = ()) -> Dataset:
+def realcur_set(
+    name: str, folder: Path, size: int | None, chosen: Sequence[str] = (), memory_map: str = mapped.OFF
+) -> Dataset:
     """Read REAL-CUR: all users or the chosen ones."""
     ratings: Ratings = {}
     try:
@@ -59,15 +69,17 @@ def realcur_set(name: str, folder: Path, size: int | None, chosen: Sequence[str]
         raise InputError("data", str(folder), f"a folder that can be read ({error})") from None
     if not ratings:
         raise InputError("data", str(folder / "images"), "a folder that holds USER/SCORE/*.jpg")
-    return _build(name, folder, {u: ratings[u] for u in choose(name, "user", sorted(ratings), chosen)}, size)
+    return _build(
+        name, folder, {u: ratings[u] for u in choose(name, "user", sorted(ratings), chosen)}, size, memory_map
+    )
 
 
-def _build(name: str, folder: Path, ratings: Ratings, size: int | None) -> Dataset:
+def _build(name: str, folder: Path, ratings: Ratings, size: int | None, memory_map: str) -> Dataset:
     samples = [(path, label, k) for k, images in enumerate(ratings.values()) for path, label in images]
     return dataset(
         name,
         str(folder),
-        decode([path for path, _, _ in samples], size, folder, colour=True),
+        decode([path for path, _, _ in samples], size, folder, True, memory_map),
         np.array([label for _, label, _ in samples]),
         None,
         len(SCORES),

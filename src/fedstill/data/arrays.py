@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -55,12 +56,14 @@ def read_targets(
     return torch.from_numpy(targets.read(where, array(where, value), count, objective, size))
 
 
-def check_same(xs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Refuse samples of differing shapes; return all in the widest of their dtypes."""
+def check_same(xs: dict[str, torch.Tensor], called: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Refuse samples of differing shapes; return all in the widest of their dtypes. `called` is what an error calls each."""
     first_name, first = next(iter(xs.items()))
     for where, x in xs.items():
         if x.shape[1:] != first.shape[1:]:
             shown = Shown(f"samples of shape {tuple(x.shape[1:])}")
-            raise InputError(where, shown, f"samples of shape {tuple(first.shape[1:])} as {first_name} is")
+            raise InputError(
+                called[where], shown, f"samples of shape {tuple(first.shape[1:])} as {called[first_name]} is"
+            )
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in xs.values()))
     return {where: x.to(dtype) for where, x in xs.items()}

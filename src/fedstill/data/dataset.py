@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 
 from ..core.errors import InputError, Shown, can_be_shown
 from ..core.objective import ObjectiveName
+from . import mapped
 from . import targets as target_forms
 from .columns import Columns
 from .rules import PLAIN, Preprocessing
+from .samples import Rows, Samples
 from .targets import AUTO
 from .targets import MAX_CLASSES as MAX_CLASSES
 from .targets import Array as Array
@@ -91,7 +93,8 @@ class Dataset:
             values = getattr(self, field)
             if values is not None:
                 digest.update(f"{field} {values.dtype} {values.shape}\n".encode())
-                digest.update(np.ascontiguousarray(values).data)
+                for piece in mapped.pieces(values):
+                    digest.update(np.ascontiguousarray(piece).data)
         return f"sha256:{digest.hexdigest()}"
 
     def tensor(self, x: Array) -> torch.Tensor:
@@ -109,9 +112,30 @@ class Dataset:
         if x.dtype == np.uint8:
             out.div_(255)
         if self.mean:
-            view = (-1,) + (1,) * (out.ndim - 2)
-            out.sub_(torch.tensor(self.mean).view(view)).div_(torch.tensor(self.std).view(view))
+            mean, std = self._normal(out.ndim)
+            out.sub_(mean).div_(std)
         return out
+
+    def rows(self, index: Ints | None = None, test: bool = False) -> Rows:
+        """Return samples of the training split, or of the test split, as a model takes them; those in a file are not read."""
+        x = self.test_x if test else self.x
+        if x is None:
+            raise ValueError(f"{self.name} has no official test split")
+        view = mapped.mapping(x)
+        if view is None or self.columns is not None or (self.mean and x.dtype != np.uint8):
+            return self.tensor(x if index is None else x[index])
+        order = torch.arange(len(x)) if index is None else torch.from_numpy(index)
+        values = None
+        if x.dtype == np.uint8:
+            every = np.repeat(np.arange(256, dtype=np.uint8)[:, None], x.shape[1], 1)
+            values = self.tensor(every.reshape(256, -1, *[1] * (x.ndim - 2))).flatten(1).t().contiguous()
+        pages = mapped.pages_of(view)
+        return Samples(mapped.tensor(x), values, order, pages=pages, normal=self._normal(x.ndim) if self.mean else None)
+
+    def _normal(self, dims: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return mean and standard deviation in a form that broadcasts to samples."""
+        view = (-1,) + (1,) * (dims - 2)
+        return torch.tensor(self.mean).view(view), torch.tensor(self.std).view(view)
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the training split as normalised samples and targets."""
@@ -122,6 +146,10 @@ class Dataset:
         if self.test_x is None or self.test_y is None:
             return None
         return self.tensor(self.test_x), torch.from_numpy(self.test_y.copy())
+
+    def test_rows(self) -> tuple[Rows, torch.Tensor] | None:
+        """Return the official test split as `rows` does, or None where there is none."""
+        return None if self.test_y is None else (self.rows(test=True), torch.from_numpy(self.test_y.copy()))
 
     def like(self, other: Dataset) -> Dataset:
         """Return this set normalised as another is, to test models that were trained on the other."""
@@ -136,7 +164,7 @@ class Dataset:
             return self
         return replace(
             self,
-            x=np.concatenate([self.x, self.test_x]),
+            x=_joined(self.x, self.test_x),
             y=np.concatenate([self.y, self.test_y]),
             domain=_concatenate(self.domain, self.test_domain),
             owner=_concatenate(self.owner, self.test_owner),
@@ -151,26 +179,50 @@ def _concatenate(train: Ints | None, test: Ints | None) -> Ints | None:
     return None if train is None or test is None else np.concatenate([train, test])
 
 
+def _joined(train: Array, test: Array) -> Array:
+    """Return both splits as one: what lies side by side in a file stays there."""
+    joined = mapped.adjacent(train, test)
+    return np.concatenate([train, test]) if joined is None else joined
+
+
 def samples(where: str, x: Array) -> Array:
-    """Return samples in the layout of a Dataset: uint8 or finite float32, images NCHW; rows of other whole numbers are ids."""
+    """Return samples in the layout of a Dataset: uint8 or finite float32, images NCHW; rows of other whole numbers are ids.
+
+    Samples in a file whose type is one of these stay there.
+    """
     if x.dtype.kind not in "buif":
         raise InputError(where, Shown(f"samples of type {x.dtype}"), "numbers")
     if x.ndim < 2 or 0 in x.shape:
         raise InputError(where, Shown(f"samples of shape {x.shape}"), "[samples, …] with no length of 0")
-    if x.ndim == 3:
-        x = x[:, None]
-    elif x.ndim == 4 and x.shape[3] in (1, 3, 4) and x.shape[1] not in (1, 3, 4):
-        x = x.transpose(0, 3, 1, 2)
-    if x.dtype == np.uint8:
-        return np.ascontiguousarray(x)
-    if x.ndim == 2 and is_ids(x):
-        return np.ascontiguousarray(x, dtype=np.int64)
-    with np.errstate(over="ignore"):
-        x = np.ascontiguousarray(x, dtype=np.float32)
-    if not np.isfinite(x).all():
-        bad = int(np.flatnonzero(~np.isfinite(x.reshape(len(x), -1)).all(axis=1))[0])
-        raise InputError(where, Shown(f"sample {bad} holds NaN or infinity"), "finite numbers that fit float32")
+    x, kind = images_first(x), kind_of(x)
+    if mapped.mapping(x) is None or x.dtype != kind:
+        with np.errstate(over="ignore"):
+            x = np.ascontiguousarray(x, dtype=kind)
+    if kind == np.float32:
+        _check_finite(where, x)
     return x
+
+
+def images_first(x: Array) -> Array:
+    """Return a view in which images are NCHW."""
+    if x.ndim == 3:
+        return x[:, None]
+    last = x.ndim == 4 and x.shape[3] in (1, 3, 4) and x.shape[1] not in (1, 3, 4)
+    return x.transpose(0, 3, 1, 2) if last else x
+
+
+def kind_of(x: Array) -> np.dtype[Any]:
+    """Return the type that samples have in a Dataset: bytes, ids of tokens, or float32."""
+    return np.dtype(np.uint8 if x.dtype == np.uint8 else np.int64 if x.ndim == 2 and is_ids(x) else np.float32)
+
+
+def _check_finite(where: str, x: Array) -> None:
+    first = 0
+    for piece in mapped.pieces(x):
+        if not np.isfinite(piece).all():
+            bad = first + int(np.flatnonzero(~np.isfinite(piece.reshape(len(piece), -1)).all(axis=1))[0])
+            raise InputError(where, Shown(f"sample {bad} holds NaN or infinity"), "finite numbers that fit float32")
+        first += len(piece)
 
 
 def is_ids(x: Array) -> bool:
@@ -187,10 +239,11 @@ def same_kind(xs: Sequence[Array]) -> list[Array]:
 def moments(x: Array) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the mean and standard deviation per channel of x/255, from exact counts of uint8 values."""
     mean, std, values = [], [], np.arange(256) / 255
-    for channel in range(x.shape[1]):
-        counts = np.zeros(256, np.int64)
-        for start in range(0, len(x), 4096):  # in chunks: bincount widens its input to eight bytes a value
-            counts += np.bincount(x[start : start + 4096, channel].reshape(-1), minlength=256)
+    every = np.zeros((x.shape[1], 256), np.int64)
+    for piece in mapped.pieces(x):  # bincount widens its input to eight bytes a value
+        for channel in range(x.shape[1]):
+            every[channel] += np.bincount(piece[:, channel].reshape(-1), minlength=256)
+    for counts in every:
         share = counts / counts.sum()
         channel_mean = float((share * values).sum())
         channel_std = float(np.sqrt((share * (values - channel_mean) ** 2).sum()))

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ..core.errors import InputError
+from . import mapped
 from .dataset import Dataset, count_classes, dataset
 from .files import read_text, wrong
 from .images import choose, decode, inside
@@ -27,7 +28,14 @@ SPLITS = ("train", "test")
 Lines = list[tuple[str, str, int]]  # file, class, label
 
 
-def domainnet_set(name: str, folder: Path, size: int | None, ten: bool = False, chosen: Sequence[str] = ()) -> Dataset:
+def domainnet_set(
+    name: str,
+    folder: Path,
+    size: int | None,
+    ten: bool = False,
+    chosen: Sequence[str] = (),
+    memory_map: str = mapped.OFF,
+) -> Dataset:
     """Read all domains or the chosen ones; the classes come from every list present, so labels do not depend on the choice."""
     domains = choose(name, "domain", DOMAINS, chosen)
     lists: dict[tuple[str, str], Lines] = {}
@@ -51,7 +59,7 @@ def domainnet_set(name: str, folder: Path, size: int | None, ten: bool = False, 
     for k, style in enumerate(domains):
         if not any(domain == k for _, _, domain, _ in images[:train]):
             raise wrong(folder / f"{style}_train.txt", "a list with images of these classes")
-    x = decode([folder / file for file, *_ in images], size, folder, colour=True)
+    x = decode([folder / file for file, *_ in images], size, folder, True, memory_map)
     y = np.array([label for _, label, _, _ in images])
     domain_of = np.array([domain for _, _, domain, _ in images], np.int64)
     has_test = train < len(images)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import html
 import math
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,28 +17,29 @@ from ..core import objective as objectives
 from ..core.errors import InputError, Shown
 from ..core.memory import require
 from ..core.objective import IGNORED, Objective, ObjectiveName
-from . import arrays
-from .arrays import check_same, read_samples, read_targets
-from .dataset import MAX_CLASSES, Dataset, Ints
+from . import adopt
+from .dataset import Dataset, Ints
+from .mapped import mapping
 from .partition import Partition, deal, parse
 from .preprocess import Preparation, fit
 from .record import Record, load_record
+from .samples import Rows, pieces
 from .split import official_test, parse_split, split_indices
-from .targets import AUTO, decide, size_of
+from .targets import AUTO
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Rows, torch.Tensor]
 LISTED = 20  # clients that a notebook lists
 
 
 @dataclass(frozen=True, eq=False)
 class Client:
-    """One client's data; every split present has at least one sample."""
+    """One client's data; every split present has at least one sample. Samples are tensors, or lie in a file."""
 
-    x_train: torch.Tensor
+    x_train: Rows
     y_train: torch.Tensor
-    x_test: torch.Tensor
+    x_test: Rows
     y_test: torch.Tensor
-    x_val: torch.Tensor | None = None
+    x_val: Rows | None = None
     y_val: torch.Tensor | None = None
 
 
@@ -110,8 +110,8 @@ class Federation:
         crc = 0
         for client in self.clients:
             for tensor in (client.x_train, client.y_train, client.x_test, client.y_test, client.x_val, client.y_val):
-                if tensor is not None:
-                    crc = zlib.crc32(tensor.contiguous().numpy().tobytes(), crc)
+                for piece in () if tensor is None else pieces(tensor):
+                    crc = zlib.crc32(piece.contiguous().numpy().data, crc)
         return f"crc32:{crc:08x}"
 
     @property
@@ -161,7 +161,7 @@ class Federation:
     @classmethod
     def from_arrays(
         cls,
-        clients: Sequence[Sequence[Any]],
+        clients: Sequence[Sequence[Any]] | Mapping[str, Sequence[Any]],
         *,
         classes: int | None = None,
         test: Sequence[Any] | None = None,
@@ -171,54 +171,57 @@ class Federation:
     ) -> Federation:
         """Build a federation from one (x_train, y_train, x_test, y_test) per client, numpy arrays or torch tensors.
 
-        `objective` is "classification", "regression", "multilabel" or "tokens"; auto: as form and type of the targets say.
-        `labels` are names of the classes, labels or outputs.
+        A dict has them by the clients' names. `objective` is "classification", "regression", "multilabel" or "tokens"; auto: as
+        form and type of the targets say. `labels` are names of the classes, labels or outputs.
         Everything is copied. float64 stays float64, uint8 images become float32 from 0 to 1, other numbers float32.
         """
-        if isinstance(classes, np.integer):
-            classes = int(classes)
-        if isinstance(classes, bool) or not (
-            classes is None or (isinstance(classes, int) and 1 <= classes <= MAX_CLASSES)
-        ):
-            raise InputError("classes", classes, f"a whole number of at least 1 and at most {MAX_CLASSES:,}")
-        if not isinstance(clients, Sequence) or len(clients) == 0:
-            raise InputError(
-                "clients", type(clients).__name__, "a list of at least one (x_train, y_train, x_test, y_test)"
-            )
-        xs: dict[str, torch.Tensor] = {}
-        raw: dict[str, tuple[str, Any]] = {}
-        for k, four in enumerate(clients):
-            if not isinstance(four, tuple | list) or len(four) != 4:
-                size = f" of {len(four)}" if isinstance(four, tuple | list) else ""
-                raise InputError(f"clients[{k}]", type(four).__name__ + size, "(x_train, y_train, x_test, y_test)")
-            for subset, x, y in (("train", four[0], four[1]), ("test", four[2], four[3])):
-                where = f"clients[{k}].x_{subset}"
-                xs[where] = read_samples(where, x)
-                raw[where] = f"clients[{k}].y_{subset}", y
-        if test is not None:
-            if not isinstance(test, tuple | list) or len(test) != 2:
-                raise InputError("test", type(test).__name__, "(x, y)")
-            xs["test.x"] = read_samples("test.x", test[0])
-            raw["test.x"] = "test.y", test[1]
-        found = {where: arrays.array(*named) for where, named in raw.items()}
-        kind = decide("clients[0].y_train", list(found.values()), objective)
-        ys = {at: read_targets(raw[at][0], y, len(xs[at]), classes, kind) for at, y in found.items()}
-        xs = check_same(xs)
-        digest = hashlib.sha256()
-        for where, x in xs.items():
-            digest.update(f"{where} {x.dtype} {tuple(x.shape)}\n".encode())
-            digest.update(x.numpy().tobytes())
-            digest.update(ys[where].numpy().tobytes())
-        if classes is None:
-            classes = size_of("clients", [y.numpy() for y in ys.values()], kind)
-        names = [(f"clients[{k}].x_train", f"clients[{k}].x_test") for k in range(len(clients))]
-        members = tuple(Client(xs[a], ys[a], xs[b], ys[b]) for a, b in names)
-        sizes = [[len(ys[a]), len(ys[b])] for a, b in names]
-        record = {"format": 1, "kind": "arrays", "clients": len(members), "source": name, "sizes": sizes}
-        global_test = (xs["test.x"], ys["test.x"]) if test is not None else None
+        members, names, calls = adopt.named(clients, adopt.FORM)
+        found = adopt.adopt(
+            adopt.quadruples(members, calls),
+            calls,
+            names=names,
+            classes=classes,
+            test=test,
+            name=name,
+            objective=objective,
+        )
+        return cls._adopted(found, name, names, tuple(labels))
+
+    @classmethod
+    def from_datasets(
+        cls,
+        clients: Sequence[Any] | Mapping[str, Any],
+        *,
+        input: str | Sequence[str] = (),
+        label: str = "",
+        split: str = "80/20",
+        seed: int = 0,
+        classes: int | None = None,
+        name: str = "datasets",
+        objective: str = AUTO,
+    ) -> Federation:
+        """Build a federation from one data set per client: torch's map-style `Dataset`s, or Hugging Face's.
+
+        A dict has them by the clients' names. A client gives (train, test), (train, val, test), or one set that is divided as
+        `split` says, by the seed and the client's number. Samples are pairs (x, y), or rows of which `input` names the columns
+        of samples and `label` that of labels; by default those of the usual names (image, input_ids, x, …; label, y, …), else
+        all others are numbers. A sample is a tensor, an array, an image of Pillow or a number; each is read once and copied, as
+        `from_arrays` does, so transforms must not draw at random. Classes with names are the same where their names are.
+        """
+        members, names, calls = adopt.named(clients, "data set, or (train, test)")
+        sets = adopt.read_sets(members, calls, input, label, split, seed)
+        if sets.labels and classes is None and objective in (AUTO, "classification"):
+            classes = len(sets.labels)
+        found = adopt.adopt(sets.entries, calls, names=names, classes=classes, name=name, objective=objective)
+        return cls._adopted(found, name, names, sets.labels if found.objective == "classification" else ())
+
+    @classmethod
+    def _adopted(cls, found: adopt.Adopted, name: str, names: tuple[str, ...], labels: tuple[str, ...]) -> Federation:
+        parts = ("train", "test", "val")
+        members = (Client(*(tensor for part in parts if part in own for tensor in own[part])) for own in found.clients)
         return cls(
-            members, classes, name, digest.hexdigest(), global_test, {**record, "hash": digest.hexdigest()}, tuple(labels),
-            objective=kind,
+            tuple(members), found.classes, name, found.hash, found.test, found.record, labels,
+            names=names, objective=found.objective,
         )  # fmt: skip
 
     @classmethod
@@ -254,7 +257,8 @@ class Federation:
             samples * math.prod(dataset.shape) * (1 if dataset.columns is None else 3)
         )  # features are float64 first
         # the clients' float32 samples, and the two official parts as one
-        require("data", dataset.name, 4 * numbers + (dataset.x.itemsize * numbers if pool == "all" else 0))
+        if mapping(dataset.x) is None:
+            require("data", dataset.name, 4 * numbers + (dataset.x.itemsize * numbers if pool == "all" else 0))
         data = dataset.pooled() if pool == "all" else dataset
         indices = deal(
             scheme,
@@ -282,7 +286,7 @@ class Federation:
         common = data if data.test_x is None else fitted.of(None)
         mean, std = fitted.scaling()
         return cls(
-            tuple(members), data.classes, data.name, record.hash, common.test_tensors(), record.to_dict(),
+            tuple(members), data.classes, data.name, record.hash, common.test_rows(), record.to_dict(),
             data.labels, mean, std, names=record.names, objective=data.objective, preparation=fitted.preparation,
             notes=(*data.notes, *fitted.notes),
         )  # fmt: skip
@@ -323,7 +327,7 @@ def _without_samples(client: Client, tests: bool) -> Client:
 
 
 def _take(data: Dataset, index: Ints) -> Pair:
-    return data.tensor(data.x[index]), torch.from_numpy(data.y[index])
+    return data.rows(index), torch.from_numpy(data.y[index])
 
 
 def _official_client(data: Dataset, scheme: Partition, indices: Ints, total: int, seed: int, client: int) -> Client:
@@ -342,7 +346,7 @@ def _official_client(data: Dataset, scheme: Partition, indices: Ints, total: int
         if data.objective != "classification":  # as if all were of one class
             own, asked = np.zeros(len(own), np.int64), np.zeros(len(asked), np.int64)
         index = official_test(own, asked, data.classes, total, seed, client)
-    tests = data.tensor(data.test_x[index]), torch.from_numpy(data.test_y[index])
+    tests = data.rows(index, test=True), torch.from_numpy(data.test_y[index])
     return Client(*_take(data, indices), *tests)
 
 

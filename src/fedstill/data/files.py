@@ -266,7 +266,7 @@ def _member(archive: zipfile.ZipFile, where: str, member: zipfile.ZipInfo) -> Fo
             where, f"one whose arrays expand at most {EXPANSION} times ({name}: {sizes}; np.savez packs nothing)"
         )
     with archive.open(member) as stream:
-        dtype, shape, fortran, start = _header(stream, where, name)
+        dtype, shape, fortran, start = array_header(stream, where, name)
     size = math.prod(shape) * dtype.itemsize
     if start + size != member.file_size:
         raise wrong(
@@ -275,11 +275,13 @@ def _member(archive: zipfile.ZipFile, where: str, member: zipfile.ZipInfo) -> Fo
     return member, dtype, shape, fortran, size
 
 
-def _header(stream: IO[bytes], where: str, name: str) -> tuple[np.dtype[np.generic], tuple[int, ...], bool, int]:
+def array_header(
+    stream: IO[bytes], where: str, name: str, whole: str = "a whole npz file of plain arrays"
+) -> tuple[np.dtype[np.generic], tuple[int, ...], bool, int]:
     """Read an array's header (numpy.lib.format); return dtype, shape, whether columns come first, and its length."""
     begin = stream.read(8)
     if begin[:6] != b"\x93NUMPY" or begin[6:] not in (b"\x01\0", b"\x02\0", b"\x03\0"):
-        raise wrong(where, f"a whole npz file of plain arrays ({name} is none)")
+        raise wrong(where, f"{whole} ({name} is none)")
     raw = stream.read(2 if begin[6] == 1 else 4)
     length = int.from_bytes(raw, "little")
     if length > LONGEST_HEADER:
@@ -292,9 +294,9 @@ def _header(stream: IO[bytes], where: str, name: str) -> tuple[np.dtype[np.gener
         if any(type(n) is not int or not 0 <= n < 1 << 63 for n in shape):
             raise ValueError("lengths of at least 0")
     except Exception as error:  # a literal that is none raises SyntaxError, TypeError, RecursionError, …
-        raise wrong(where, f"a whole npz file of plain arrays ({name}: {first_line(error)})") from None
+        raise wrong(where, f"{whole} ({name}: {first_line(error)})") from None
     if not isinstance(descr, str) or not re.fullmatch(r"[<>|=]?(b1|[iu][1248]|f[248])", descr, re.ASCII):
-        right = "a whole npz file of plain arrays of whole numbers or real numbers; nothing is unpickled"
+        right = f"{whole} of whole numbers or real numbers; nothing is unpickled"
         raise wrong(where, f"{right} ({name} holds {shorten(repr(descr), 60)})")
     return np.dtype(descr), shape, fortran, len(begin) + len(raw) + length
 
@@ -311,7 +313,7 @@ def _array(
     """Read a member's numbers; its checksum is verified at its end."""
     out = np.empty(size, np.uint8)
     with archive.open(member) as stream:
-        _header(stream, where, member.filename)
+        array_header(stream, where, member.filename)
         if fill(stream, out.data) != size or stream.read(1):
             raise wrong(where, f"a whole npz file of plain arrays ({member.filename} ends too early)")
     if dtype.kind == "b" and size and out.max() > 1:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import InputError
+from . import mapped
 from .dataset import Dataset, dataset
 from .files import wrong
 from .images import choose, decode, inside
@@ -28,7 +29,12 @@ Categories = dict[int, tuple[str, str]]  # name and super-category of each id
 
 
 def inaturalist_set(
-    name: str, folder: Path, size: int | None, coarse: bool = False, chosen: Sequence[str] = ()
+    name: str,
+    folder: Path,
+    size: int | None,
+    coarse: bool = False,
+    chosen: Sequence[str] = (),
+    memory_map: str = mapped.OFF,
 ) -> Dataset:
     """Read all images or those of the chosen super-categories; the classes are those of all."""
     known: Categories = {}
@@ -42,7 +48,7 @@ def inaturalist_set(
         if not images:
             raise wrong(folder / file, f"one with images of {', '.join(sorted(selected))}")
     train = len(splits[0])
-    x = decode([path for images in splits for path, _ in images], size, folder, colour=True)
+    x = decode([path for images in splits for path, _ in images], size, folder, True, memory_map)
     y = np.array([label for images in splits for _, label in images])
     labels = tuple(groups) if coarse else tuple(known[c][0] for c in species)
     return dataset(name, str(folder), x[:train], y[:train], (x[train:], y[train:]), len(labels), labels=labels)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..core.errors import InputError, Shown, nearest
+from . import mapped
 from .columns import Columns
 from .dataset import Array, Dataset, Ints, same_kind, samples
 from .files import npz_samples, wrong
@@ -17,6 +18,7 @@ from .gather import gather, read_alike
 from .images import SUFFIXES, decode, folders_in, images_in, is_class_folder
 from .outline import Outline
 from .rules import PLAIN
+from .samples import Rows
 from .silos import numbered, silo_files
 from .targets import read as read_targets
 
@@ -27,19 +29,19 @@ ARRAYS = (".csv", ".npz")
 class Own:
     """Samples, normalised as those of the run were, and where each is from; labels where the files have them."""
 
-    x: torch.Tensor
+    x: Rows
     y: torch.Tensor | None
     where: tuple[str, ...]
 
 
-def read(path: str | Path, outline: Outline, client: int | None = None) -> Own:
+def read(path: str | Path, outline: Outline, client: int | None = None, memory_map: str = mapped.AUTO) -> Own:
     """Read a CSV or npz file, an image, or a folder of these (class folders of images, too), prepared as a client's samples."""
     made = outline.preparation
     transform = None if made is None else made.of(client)
     place = Path(path)
     try:
         if place.is_dir():
-            x, y, where = _folder(place, outline)
+            x, y, where = _folder(place, outline, memory_map)
         elif place.suffix.lower() in ARRAYS:
             x, y, where = _arrays([place], outline)
         elif place.suffix.lower() in SUFFIXES:
@@ -63,10 +65,10 @@ def read(path: str | Path, outline: Outline, client: int | None = None) -> Own:
     labels = np.zeros(len(x), np.int64) if y is None or outline.objective != "classification" else y
     scale = (outline.mean, outline.std) if transform is None or columns is not None else (transform.mean, transform.std)
     alike = Dataset("data", x, labels, outline.classes, mean=scale[0], std=scale[1])
-    return Own(alike.tensor(x), None if y is None else torch.from_numpy(y), where)
+    return Own(alike.rows(), None if y is None else torch.from_numpy(y), where)
 
 
-def _folder(folder: Path, outline: Outline) -> tuple[Array, Ints | None, tuple[str, ...]]:
+def _folder(folder: Path, outline: Outline, memory_map: str) -> tuple[Array, Ints | None, tuple[str, ...]]:
     tables = silo_files(folder)
     if tables:
         return _arrays(tables, outline)
@@ -76,11 +78,11 @@ def _folder(folder: Path, outline: Outline) -> tuple[Array, Ints | None, tuple[s
             inside = images_in(child)
             paths += inside
             labels += [_class_of(child, outline)] * len(inside) if inside else []
-        return _images(paths, np.array(labels, np.int64), folder, outline)
+        return _images(paths, np.array(labels, np.int64), folder, outline, memory_map)
     loose = images_in(folder)
     if not loose:
         raise wrong(folder, "a folder that holds CSV, npz or image files, or class folders of images")
-    return _images(loose, None, folder, outline)
+    return _images(loose, None, folder, outline, memory_map)
 
 
 def _class_of(folder: Path, outline: Outline) -> int:
@@ -92,14 +94,14 @@ def _class_of(folder: Path, outline: Outline) -> int:
 
 
 def _images(
-    paths: Sequence[Path], labels: Ints | None, folder: Path, outline: Outline
+    paths: Sequence[Path], labels: Ints | None, folder: Path, outline: Outline, memory_map: str = mapped.OFF
 ) -> tuple[Array, Ints | None, tuple[str, ...]]:
     if len(outline.shape) != 3:
         raise wrong(folder, f"samples of shape {_shape(outline.shape)}, as the run's: these are images")
     channels, height, width = outline.shape
     size = height if height == width else None
     where = tuple(path.relative_to(folder).as_posix() for path in paths)
-    return decode(paths, size, folder, colour=channels == 3), labels, where
+    return decode(paths, size, folder, channels == 3, memory_map), labels, where
 
 
 def _arrays(paths: Sequence[Path], outline: Outline) -> tuple[Array, Ints | None, tuple[str, ...]]:

@@ -11,7 +11,7 @@ channel. (2) Test and validation samples stay as they are. (3) Which samples are
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -19,7 +19,9 @@ from torch import Tensor
 
 from ..core import plan
 from ..core.errors import InputError
+from ..core.memory import require
 from .federation import Client, Federation
+from .samples import Samples, pieces, read
 
 
 def poisoned(
@@ -32,21 +34,33 @@ def poisoned(
         raise InputError(
             "attack", kind, "another with clients in other processes: its trigger depends on everybody's samples"
         )
-    value = trigger_value(client.x_train for client in federation.clients) if kind == "backdoor" else torch.zeros(())
+    value = trigger_value(_training(federation)) if kind == "backdoor" else torch.zeros(())
+
+    if kind == "backdoor" and any(isinstance(client.x_train, Samples) for client in federation.clients):
+        # samples with a trigger are in no file: all are read
+        values = sum(federation.sizes("train")) * federation.clients[0].x_train.shape[1:].numel()
+        require("data", federation.name, 8 * values)
 
     def poison(k: int, client: Client) -> Client:
         n = len(client.y_train)
         order = plan.permutation(plan.key(seed, plan.ATTACK, k), n)[: math.ceil(min(1.0, share) * n - 1e-9)]
         rows = torch.from_numpy(order)
-        x, y = client.x_train.clone(), client.y_train.clone()
+        y = client.y_train.clone()
         if kind == "label-flip":
             y[rows] = federation.classes - 1 - y[rows]
-        else:
-            x[rows], y[rows] = stamped(x[rows], value), target
+            return replace(client, y_train=y)
+        x = read(client.x_train).clone()
+        x[rows], y[rows] = stamped(x[rows], value), target
         return replace(client, x_train=x, y_train=y)
 
     members = (poison(k, one) if k in clients else one for k, one in enumerate(federation.clients))
     return replace(federation, clients=tuple(members))
+
+
+def _training(federation: Federation) -> Iterator[Tensor]:
+    """Yield all clients' training samples."""
+    for client in federation.clients:
+        yield from pieces(client.x_train)
 
 
 def trigger_value(samples: Iterable[Tensor]) -> Tensor:

@@ -15,14 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import InputError, nearest
-from . import download
+from . import download, mapped
 from .aesthetics import RATINGS, flickr_set, realcur_set
 from .dataset import Dataset
 from .domainnet import DOMAINS, domainnet_set
 from .files import IDX, cifar_set, digits, idx_set, npz_set
+from .hf import Chosen, hf_set
 from .images import domain_set, image_set, join_domains
 from .inaturalist import inaturalist_set
 from .leaf import femnist_set
+from .npy import npy_set
 from .rules import Preprocessing
 from .silos import silo_set, table_set
 from .svhn import mat_set
@@ -41,6 +43,7 @@ class Request:
     option: str | None = None
     size: int | None = None
     chosen: tuple[str, ...] = ()
+    memory_map: str = mapped.AUTO
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def _cifar100(root: Path, request: Request) -> Dataset:
 
 def _histo(root: Path, request: Request) -> Dataset:
     try:
-        data = domain_set(request.name, root / "histo-fed", request.size, request.chosen, colour=True)
+        data = domain_set(request.name, root / "histo-fed", request.size, request.chosen, True, request.memory_map)
     except OSError as error:
         raise InputError("data", str(root / "histo-fed"), f"a folder that can be read ({error})") from None
     if data is None:
@@ -116,16 +119,20 @@ def _histo(root: Path, request: Request) -> Dataset:
 
 
 def _domainnet(root: Path, request: Request) -> Dataset:
-    return domainnet_set(request.name, root / "domainnet", request.size, bool(request.option), request.chosen)
+    return domainnet_set(
+        request.name, root / "domainnet", request.size, bool(request.option), request.chosen, request.memory_map
+    )
 
 
 def _inaturalist(root: Path, request: Request) -> Dataset:
-    return inaturalist_set(request.name, root / "inaturalist", request.size, bool(request.option), request.chosen)
+    return inaturalist_set(
+        request.name, root / "inaturalist", request.size, bool(request.option), request.chosen, request.memory_map
+    )
 
 
 def _flickr(root: Path, request: Request) -> Dataset:
     workers = int(request.option) if request.option else None
-    return flickr_set(request.name, root / "flickr-aes", request.size, workers, request.chosen)
+    return flickr_set(request.name, root / "flickr-aes", request.size, workers, request.chosen, request.memory_map)
 
 
 SOURCES = {
@@ -177,9 +184,7 @@ SOURCES = {
             "domainnet",
             "DomainNet's photographs and drawings, 345 classes, 6 domains; domainnet:10: FedBN's ten classes",
             ("domainnet",),
-            lambda root, request: domainnet_set(
-                request.name, root / "domainnet", request.size, bool(request.option), request.chosen
-            ),
+            _domainnet,
             f" (DOMAIN/CLASS/…, DOMAIN_train.txt and DOMAIN_test.txt for {', '.join(DOMAINS)})",
             "10",
             "10",
@@ -201,7 +206,9 @@ SOURCES = {
             "real-cur",
             "14 albums of photographs rated from 1 to 5 by their owners",
             ("real-cur/images",),
-            lambda root, request: realcur_set(request.name, root / "real-cur", request.size, request.chosen),
+            lambda root, request: realcur_set(
+                request.name, root / "real-cur", request.size, request.chosen, request.memory_map
+            ),
             " (USER/SCORE/*.jpg)",
             photographs=True,
             has_groups=True,
@@ -219,9 +226,7 @@ SOURCES = {
             "inaturalist",
             "iNaturalist 2017, 675,170 photographs of 5,089 species; inaturalist:super: the 13 super-categories",
             ("inaturalist/train2017.json", "inaturalist/val2017.json", "inaturalist/train_val_images"),
-            lambda root, request: inaturalist_set(
-                request.name, root / "inaturalist", request.size, bool(request.option), request.chosen
-            ),
+            _inaturalist,
             "",
             "super",
             "super",
@@ -230,6 +235,7 @@ SOURCES = {
         ),
     )
 }
+HF = "hf:"  # before the folder of a saved Hugging Face data set
 NAMES = (*SOURCES, "synthetic")
 
 
@@ -255,18 +261,34 @@ def load(
     progress: download.Progress | None = None,
     objective: str = AUTO,
     preprocessing: Preprocessing | None = None,
+    memory_map: str = mapped.AUTO,
+    input: str = "",
+    label: str = "",
+    owner: str = "",
 ) -> Dataset:
     """Load a data set by name or path.
 
     `source` is a name of the catalogue; several names joined by + (each a domain; `@SIZE` at the end sets the images'
     size); the path of an npz file; or a folder of images (`class/…`, `train/class/…`, `domain/class/…`; `PATH@SIZE`
-    resizes, `PATH#DOMAIN,DOMAIN` reads some domains with the classes of all) or of silos (one CSV or npz file per
-    client), or one CSV file. Missing files are downloaded unless `fetch` is False. `objective` says what the targets are for;
-    auto: as their form and type say. `preprocessing` says what is done with columns, gaps, texts and scales.
+    resizes, `PATH#DOMAIN,DOMAIN` reads some domains with the classes of all), of silos (one CSV or npz file per client)
+    or of npy files; one CSV file; or hf:FOLDER, a saved Hugging Face data set, of which `input` and `owner` name columns.
+    Missing files are downloaded unless `fetch` is False. `objective` says what the targets are for; auto: as their form and
+    type say. `preprocessing` says what is done with columns, gaps, texts and scales; `label`, the column of the labels, may be
+    said apart from it. `memory_map` says whether images and npy files stay on disk and are read when they are needed; auto: where
+    they would take more than half of the memory. The samples are the same.
     """
+    mapped.check(memory_map)
+    rules = preprocessing or Preprocessing()
+    chosen = Chosen(input, label or rules.label, owner)
+    if str(source).startswith(HF):
+        rules = dataclasses.replace(rules, label="")
+    else:
+        rules = dataclasses.replace(rules, label=chosen.label)
+        for name, value in (("input", input), ("owner", owner)):
+            if value:
+                raise InputError(name, value, f"left out with {source}: it names a column of hf:FOLDER")
     try:
-        rules = preprocessing or Preprocessing()
-        data = _load(source, root_of(root), fetch, progress, objective, rules)
+        data = _load(source, root_of(root), fetch, progress, objective, rules, memory_map, chosen)
         return _with_rules(_as(data, str(source), objective), str(source), rules)
     except MemoryError:
         raise InputError("data", str(source), "small enough for the memory") from None
@@ -298,8 +320,12 @@ def _load(
     progress: download.Progress | None,
     objective: str,
     rules: Preprocessing,
+    memory_map: str,
+    chosen_columns: Chosen,
 ) -> Dataset:
     text = str(source)
+    if text.startswith(HF):
+        return _load_hf(text, chosen_columns, objective, memory_map)
     if isinstance(source, str):
         name, _, parameter = text.partition(":")
         if name == "synthetic":
@@ -308,7 +334,8 @@ def _load(
         if named and named[1] in SOURCES:
             name = named[1] if named[2] is None else f"{named[1]}:{named[2]}"
             chosen = _parse_groups(named[4])
-            request = Request(_name_with_groups(name, chosen), named[2], _parse_size(text, named[3]), chosen)
+            size = _parse_size(text, named[3])
+            request = Request(_name_with_groups(name, chosen), named[2], size, chosen, memory_map)
             return _load_named(named[1], text, request, folder, fetch, progress)
         joined = re.fullmatch(r"(.+?)(?:@(\d+))?", text, re.DOTALL)
         names = joined[1].split("+") if joined else []
@@ -321,7 +348,7 @@ def _load(
                     raise InputError("data", text, f"sets whose images have one size each, unlike {name}")
             domains = (_load_named(name, name, Request(name), folder, fetch, progress) for name in names)
             return join_domains(text, domains, size)
-    return _load_path(text, objective, rules)
+    return _load_path(text, objective, rules, memory_map)
 
 
 def _load_named(
@@ -358,7 +385,17 @@ def _name_with_groups(name: str, chosen: tuple[str, ...]) -> str:
     return f"{name}#{','.join(sorted(chosen))}" if chosen else name
 
 
-def _load_path(text: str, objective: str, rules: Preprocessing) -> Dataset:
+def _load_hf(text: str, columns: Chosen, objective: str, memory_map: str) -> Dataset:
+    path, size, chosen = _parse_path(text.removeprefix(HF))
+    if chosen or not path.is_dir():
+        raise InputError("data", text, "hf:FOLDER of a folder that exists, written by datasets.Dataset.save_to_disk")
+    try:
+        return hf_set(path.resolve().name, path, columns, size, memory_map, objective)
+    except OSError as error:
+        raise InputError("data", text, f"a folder that can be read ({error})") from None
+
+
+def _load_path(text: str, objective: str, rules: Preprocessing, memory_map: str) -> Dataset:
     path, size, chosen = _parse_path(text)
     if path.is_file() and (size is not None or chosen):
         raise InputError("data", text, f"{path} without @SIZE and #: it is a file")
@@ -369,15 +406,15 @@ def _load_path(text: str, objective: str, rules: Preprocessing) -> Dataset:
     if path.is_dir():
         name = _name_with_groups(path.resolve().name, chosen)
         try:
-            data = silo_set(name, path, objective, rules)
+            data = silo_set(name, path, objective, rules) or npy_set(name, path, memory_map, objective)
             if data is not None and chosen:
                 raise InputError("data", text, f"{path} without #: only folders of domains have parts to choose among")
             if data is None:
-                data = image_set(name, path, size, chosen)
+                data = image_set(name, path, size, chosen, memory_map)
         except OSError as error:
             raise InputError("data", text, f"a folder that can be read ({error})") from None
         if data is None:
-            layouts = "class folders of png or jpg images, or one CSV or npz file for each client"
+            layouts = "class folders of png or jpg images, one CSV or npz file for each client, or x.npy and y.npy"
             raise InputError("data", text, f"a folder that holds {layouts}")
         return data
     if path.is_file():

@@ -64,9 +64,10 @@ class SiteData:
             plain = dataclasses.replace(
                 dataset, x=np.nan_to_num(dataset.x).astype(np.float32), columns=None, rules=Preprocessing()
             )
-        tests = plain.test_tensors()
+        tests = plain.test_rows()
         if tests is not None:
-            return cls(Client(*plain.tensors(), *tests), dataset.classes, dataset.labels, dataset.objective, raw)
+            train = plain.rows(), torch.from_numpy(plain.y.copy())
+            return cls(Client(*train, *tests), dataset.classes, dataset.labels, dataset.objective, raw)
         whole = Federation.from_dataset(plain, partition="iid", clients=1, split=split)
         return cls(whole.clients[0], dataset.classes, dataset.labels, dataset.objective, raw)
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..core.errors import TrainingError
 from ..data import Federation
+from ..data.samples import read
 from . import process
 from .folders import Hub, Site, remove
 from .process import Settings
@@ -73,7 +74,7 @@ def found(folder: Path, federation: Federation, names: Sequence[str]) -> Party:
         kit = hub.approve(json.dumps(asked), name)
         Site.at(folder / name).join(json.dumps(kit), name)
         arrays = {"train": (client.x_train, client.y_train), "test": (client.x_test, client.y_test)}
-        data = {f"{s}_{k}": v.numpy() for s, pair in arrays.items() for k, v in zip("xy", pair, strict=True)}
+        data = {f"{s}_{k}": read(v).numpy() for s, pair in arrays.items() for k, v in zip("xy", pair, strict=True)}
         np.savez(folder / f"{name}.npz", **data)  # type: ignore[arg-type]
         Settings(str((folder / f"{name}.npz").absolute()), device="cpu").write(folder / name)
     return Party(folder, hub, names)

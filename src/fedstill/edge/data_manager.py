@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ..core.errors import CannotStack, InputError
 from ..data.federation import Client, Federation
-from ..data.samples import Part, Samples, Splits
+from ..data.samples import Part, Rows, Samples, Splits, at_once, moved, one_file, together
 
 
 class DataManager(Splits):
     """All splits of a federation's data, in one dtype and on one device."""
 
     clients: int
-    common: tuple[Tensor, Tensor] | None  # a test set that belongs to no client
+    common: tuple[Rows, Tensor] | None  # a test set that belongs to no client
 
     def __init__(self, federation: Federation, device: torch.device, dtype: torch.dtype) -> None:
         norm = (federation.mean, federation.std) if device.type == "cuda" else None
@@ -37,7 +37,7 @@ class DataManager(Splits):
         common = (
             None
             if federation.test is None
-            else (federation.test[0].to(device, dtype), _targets(federation.test[1], device, dtype))
+            else (moved(federation.test[0], device, dtype), _targets(federation.test[1], device, dtype))
         )
         object.__setattr__(self, "clients", len(federation))
         object.__setattr__(self, "common", common)
@@ -85,11 +85,11 @@ def _joined(splits: Sequence[Part]) -> Part:
     for split in distinct[1:]:
         for name, tensor in x.tensors().items():
             other = split.x.tensors().get(name)
-            if name != "raw" and (other is None or not torch.equal(tensor, other)):
+            if name == "values" and (other is None or not torch.equal(tensor, other)):
                 raise CannotStack("their samples are normalised differently")
         if split.x.raw.dtype != x.raw.dtype:
             raise CannotStack("their samples have different dtypes")
-    joined = x.over({**x.tensors(), "raw": torch.cat([split.x.raw for split in distinct])}) if len(distinct) > 1 else x
+    joined = _concatenated([split.x for split in distinct])
     starts = tuple(offsets[i] + start for i, split in zip(positions, splits, strict=True) for start in split.starts)
     sizes = tuple(size for split in splits for size in split.sizes)
     y = torch.cat([split.y for split in distinct]) if len(distinct) > 1 else distinct[0].y
@@ -101,10 +101,26 @@ def _joined(splits: Sequence[Part]) -> Part:
     return Part(joined, y, starts, sizes, held)
 
 
+def _concatenated(xs: Sequence[Samples]) -> Samples:
+    """Return samples of several runs as one; of those in one file, what says which they are."""
+    first = xs[0]
+    if len(xs) == 1:
+        return first
+    if all(x.order is None for x in xs):
+        return first.over({**first.tensors(), "raw": torch.cat([x.raw for x in xs])})
+    orders = [x.order for x in xs if x.order is not None and one_file(x, first)]
+    if len(orders) < len(xs):
+        raise CannotStack("their samples lie in different files")
+    return replace(first, order=torch.cat(orders))
+
+
 def _same(a: Part, b: Part) -> bool:
     """Return whether two splits hold the same samples and labels."""
     if a is b:
         return True
+    if a.x.order is not None or b.x.order is not None:
+        both = a.x.order is not None and b.x.order is not None and one_file(a.x, b.x)
+        return both and torch.equal(a.x.order, b.x.order) and torch.equal(a.y, b.y)  # type: ignore[arg-type]
     return a.x.raw.dtype == b.x.raw.dtype and torch.equal(a.x.raw, b.x.raw) and torch.equal(a.y, b.y)
 
 
@@ -112,13 +128,15 @@ Normalised: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 def _split(
-    arrays: list[tuple[Tensor, Tensor]], device: torch.device, dtype: torch.dtype, norm: Normalised | None
+    arrays: list[tuple[Rows, Tensor]], device: torch.device, dtype: torch.dtype, norm: Normalised | None
 ) -> Part:
-    """Concatenate the clients' samples (x, y) of one split on the device."""
+    """Concatenate the clients' samples (x, y) of one split on the device; on a CPU those in a file stay there."""
     sizes = tuple(len(y) for _, y in arrays)
     starts = tuple(itertools.accumulate(sizes, initial=0))[:-1]
     targets = _targets(torch.cat([y for _, y in arrays]), device, dtype)
-    x = torch.cat([x for x, _ in arrays])
+    x = together([x for x, _ in arrays])
+    if isinstance(x, Samples):
+        return Part(_placed(x, device, dtype), targets, starts, sizes)
     packed = _packed(x, dtype, *norm) if norm is not None else None
     if packed is None:
         packed = Samples(x.to(dtype).to(device))
@@ -127,6 +145,22 @@ def _split(
     return Part(
         packed.over({name: tensor.to(device) for name, tensor in packed.tensors().items()}), targets, starts, sizes
     )
+
+
+def _placed(x: Samples, device: torch.device, dtype: torch.dtype) -> Samples:
+    """Return samples in a file for an engine on the device: on a CPU they stay there, a GPU gets them as they are."""
+    if device.type == "cpu":
+        return x if x.dtype == dtype else x.to(dtype)
+    return _uploaded(x, device, dtype)
+
+
+def _uploaded(x: Samples, device: torch.device, dtype: torch.dtype) -> Samples:
+    """Return samples of a file on the device, bytes as bytes; the host's memory holds a few at a time."""
+    raw = torch.empty(x.shape, dtype=x.raw.dtype if x.values is not None else dtype, device=device)
+    plain, rows = replace(x, values=None, kind=None, normal=None), at_once(x)
+    for first in range(0, len(x), rows):
+        raw[first : first + rows] = plain[first : first + rows].to(device)
+    return Samples(raw, None if x.values is None else x.values.to(device, dtype))
 
 
 def _targets(y: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

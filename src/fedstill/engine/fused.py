@@ -14,7 +14,7 @@ Which models and methods are trained so is found out by `recognise`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ from ..core.method import Method, Phase
 from ..core.optim import SGD
 from ..core.task import Task
 from ..core.tree import Params, Tree
+from ..data.samples import CACHED, Rows, at_once, gather
 from .hooks import calls
 from .progress import Course
 
@@ -86,7 +87,7 @@ class Perceptron:
         start: Params,
         names: Iterable[str],
         sgd: SGD,
-        x: Tensor,
+        x: Rows,
         y: Tensor,
         orders: Iterable[Tensor],
         size: int,
@@ -110,9 +111,9 @@ class Perceptron:
             loop = self._loops[key]
             loop.sgd = sgd
             loop.load(whole, form)
-            total, size = x.new_zeros(()), min(size, len(y))
+            total, size = loop.like.new_zeros(()), min(size, len(y))
             course, besides = kept if kept is not None else (None, {})
-            count = 0
+            count, flat = 0, x.flatten(1) if isinstance(x, Tensor) else x
             if course is not None and course.halfway is not None:
                 past, count = course.halfway.state, course.done
                 loop.load({**whole, **past["params"]}, form)
@@ -120,7 +121,7 @@ class Perceptron:
                 total += past["summed"]
             for order in orders:
                 steps = -(-len(order) // size)
-                total += loop.epoch(x.flatten(1), y, order, size, None if keys is None else keys[count : count + steps])
+                total += loop.epoch(flat, y, order, size, None if keys is None else keys[count : count + steps])
                 count += steps
                 if course is not None and course.due(count):
                     state = {"params": loop.state(), "optimizer": loop.past, "summed": total}
@@ -235,27 +236,35 @@ class Loop:
         """Return the model that an envelope leaves."""
         return {}
 
-    def epoch(self, x: Tensor, y: Tensor, order: Tensor, size: int, keys: Tensor | None) -> Tensor:
+    def epoch(self, x: Rows, y: Tensor, order: Tensor, size: int, keys: Tensor | None) -> Tensor:
         """Pass once over the samples in batches of `size`; return the sum of the losses, computed from all outputs at the end."""
         samples = len(order)
-        data = self.gather(x, order)
-        objective, logits = Objective(self.form, y, order, self.outputs, x.dtype), x.new_empty(samples, self.outputs)
+        objective, logits = (
+            Objective(self.form, y, order, self.outputs, x.dtype),
+            self.like.new_empty(samples, self.outputs),
+        )
         count, rest = divmod(samples, size)
         rooms = [self.room(size)] * count + ([self.room(rest)] if rest else [])
         self.pulled.zero_()
-        batches = zip(rooms, *(torch.split(rows, size) for rows in (data, logits, objective.targets)), strict=True)
+        rows = (torch.split(rows, size) for rows in (logits, objective.targets))
+        batches = zip(rooms, self.batches(x, order, size), *rows, strict=True)
         for number, (room, a, z, targets) in enumerate(batches):
             self.step(objective, room, a, z, targets, number, number + 1 == len(rooms))
         losses, full = objective.losses(logits), count * size
         total = losses[:full].sum() / size
         return (total + losses[full:].mean() if rest else total) + self.pulled
 
-    def gather(self, x: Tensor, order: Tensor) -> Tensor:
+    def batches(self, x: Rows, order: Tensor, size: int) -> Iterator[Tensor]:
+        """Yield the samples in an order, by batches: one gather of all, or of a few batches where they lie in a file."""
+        for rows in torch.split(order, size * -(-at_once(x, CACHED) // size)):
+            yield from torch.split(self.gather(x, rows), size)
+
+    def gather(self, x: Rows, order: Tensor) -> Tensor:
         """Return the samples in an order, with a column of ones where the first layer has a bias."""
         if len(self.data) < len(order):
             self.data = aligned(self.like, len(order), self.inputs[0] + 1)
             self.data[:, -1] = 1
-        torch.index_select(x, 0, order, out=self.data[: len(order), :-1])
+        gather(x, order, self.data[: len(order), :-1])
         return self.data[: len(order), : self.weights[0].shape[1]]
 
     def room(self, rows: int) -> Room:

@@ -17,6 +17,7 @@ from ..core.closed import Ahead, Envelope
 from ..core.optim import SGD
 from ..core.task import drawn
 from ..core.tree import Params
+from ..data.samples import Rows, gather
 from .fused import Layer, Loop, Objective, Room, Weights
 
 
@@ -33,7 +34,7 @@ class NestedLoop(Loop):
 class AheadLoop(NestedLoop):
     """Per-FedAvg's first-order step: w ← w − η·∇f(w − α·∇f(w; D))."""
 
-    def epoch(self, x: Tensor, y: Tensor, order: Tensor, size: int, keys: Tensor | None) -> Tensor:
+    def epoch(self, x: Rows, y: Tensor, order: Tensor, size: int, keys: Tensor | None) -> Tensor:
         """Pass once over the samples; each batch comes with another one that its step's key draws."""
         nested, samples = self.form.nested, len(order)
         assert isinstance(nested, Ahead)
@@ -41,8 +42,8 @@ class AheadLoop(NestedLoop):
         full, rest = divmod(samples, size)
         ranks = drawn(keys, nested.stream, len(y))[:, :size]
         others = torch.cat([ranks[:full].reshape(-1), ranks[full, :rest]]) if rest else ranks.reshape(-1)
-        data = x.new_ones(samples, self.inputs[0] + 1)
-        torch.index_select(x, 0, others, out=data[:, :-1])
+        data = self.like.new_ones(samples, self.inputs[0] + 1)
+        gather(x, others, data[:, :-1])
         self.other = Objective(self.form, y, others, self.outputs, x.dtype)
         self.others = torch.split(data[:, : self.weights[0].shape[1]], size)
         self.other_targets = torch.split(self.other.targets, size)

@@ -16,6 +16,7 @@ from ..core.metric import Tally
 from ..core.optim import SGD
 from ..core.task import CHUNK, Task
 from ..core.tree import Params, Tree, put
+from ..data.samples import batches_at_once
 from .bench import Bench, Done, Work, results_of
 from .fused import Perceptron
 from .hooks import calls
@@ -273,18 +274,23 @@ class PhaseTraining:
 
 
 def _batches(bench: Bench, round: int, client: int, steps: int, done: int = 0) -> Iterator[Batch]:
-    """Yield the client's first batches of a round but for those that are `done`: one gather per epoch, then slices of it."""
+    """Yield the client's first batches of a round but for those that are `done`: one gather per epoch, then slices of it.
+
+    Samples in a file are gathered a batch at a time, or a few.
+    """
     x, y = bench.data.train.of(client)
     size, per_epoch = min(bench.plan.batch_size, len(y)), bench.plan.steps(len(y), 1)
     step = done - done % per_epoch
     keys = put(bench.plan.step_keys(round, client, steps), x.device)
-    for index in _orders(bench, round, client, steps, done):
-        xs, ys = x[index], y[index]
-        for first in range(0, len(index), size):
-            rows = slice(first, first + size)
-            if step >= done:
-                yield Batch(xs[rows], ys[rows], index[rows], keys[step])
-            step += 1
+    together = size * batches_at_once(x, size, len(y))
+    for order in _orders(bench, round, client, steps, done):
+        for index in torch.split(order, together):
+            xs, ys = x[index], y[index]
+            for first in range(0, len(index), size):
+                rows = slice(first, first + size)
+                if step >= done:
+                    yield Batch(xs[rows], ys[rows], index[rows], keys[step])
+                step += 1
 
 
 def _private_batches(

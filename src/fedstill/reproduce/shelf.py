@@ -17,6 +17,8 @@ from ..core.errors import InputError
 from ..core.memory import available
 from ..data import Dataset, Federation, load
 from ..data.federation import Client
+from ..data.mapped import mapping
+from ..data.samples import Samples
 from ..run.experiment import Experiment
 from ..scores.external import with_external
 from .scale import Scale
@@ -84,11 +86,12 @@ class Shelf:
 
 
 def _bytes_of_dataset(data: Dataset) -> int:
-    return int(data.x.nbytes + data.y.nbytes + (0 if data.test_x is None else data.test_x.nbytes))
+    samples = [x.nbytes for x in (data.x, data.test_x) if x is not None and mapping(x) is None]
+    return int(sum(samples) + data.y.nbytes)
 
 
 def size_of(federation: Federation) -> int:
     """Return the bytes of all clients' samples, and of the common and external tests."""
     tensors = [getattr(client, f.name) for client in federation.clients for f in fields(Client)]
     tensors += [t for pair in (federation.test, federation.external) if pair is not None for t in pair]
-    return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+    return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor | Samples))

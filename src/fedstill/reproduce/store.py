@@ -31,7 +31,7 @@ from ..run.result import Run
 from .scale import Scale
 
 RUNS, RESULT = "runs", "result.json"
-LEFT_OUT = ("data_root", "workers")
+LEFT_OUT = ("data_root", "memory_map", "workers")
 JOINING = ("newcomers", "join_epochs")  # settings of scores that change who trains
 BESIDE = (
     "external",

@@ -124,13 +124,23 @@ class Experiment(Training):
     objective: Literal["auto", "classification", "multilabel", "regression", "tokens"] = setting(
         "auto", "what is learned; auto: as form and type of the targets say", group="data"
     )
+    label: str = setting(
+        "",
+        "the column of the labels, of tables and hf:FOLDER; several with commas; empty: label or y, else the last",
+        group="data",
+    )
+    input: str = setting(
+        "",
+        "the columns of samples of hf:FOLDER, joined by commas; empty: image, input_ids, x, …, else all",
+        group="data",
+    )
+    owner: str = setting("", "the column of hf:FOLDER whose every value is a client, by that name", group="data")
     split: str = setting(
         "80/20", "train/test (80/20) or train/val/test (70/10/20) per client, or official", group="data"
     )
     pool: Literal["all", "train"] = setting(
         "all", "divide train and test together, or the training part only", group="data"
     )
-    label: str = setting("", "the column of the labels in CSV files, by name; several with commas", group="data")
     ignore: str = setting("", "columns of CSV files to leave out, by name, with commas", group="data")
     impute: str = setting(
         "none",
@@ -147,6 +157,12 @@ class Experiment(Training):
         "auto",
         "numbers to mean 0 and deviation 1 by training samples: none, site (each site's own), federated (all sites', by sums); "
         "auto: images as their source says, tables not at all",
+        group="data",
+    )
+    memory_map: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "leave images and npy files on disk and read them when they are needed; auto: if they would take half of the memory; "
+        " the numbers are the same",
         group="data",
     )
     model: str = setting(

@@ -17,6 +17,7 @@ from ..core.metric import Measure, measure_of
 from ..core.objective import Objective
 from ..data import own
 from ..data.outline import Outline
+from ..data.samples import moved
 from .result import Run
 
 
@@ -96,5 +97,5 @@ def predict(run: Run, data: str | Path, client: int | str | None = None) -> Pred
     samples = own.read(data, run.outline, number)
     params = run.generic_model() if number is None else run.served(number)
     net, objective = run.task.net, run.task.objective
-    outputs = run.task.predict(params, samples.x.to(net.device, net.example.dtype))[..., : run.outline.classes]
+    outputs = run.task.predict(params, moved(samples.x, net.device, net.example.dtype))[..., : run.outline.classes]
     return Predictions(samples.where, objective.predictions(outputs.double()).cpu(), samples.y, run.outline, objective)

@@ -23,6 +23,7 @@ from ..core.tree import Params, Tree
 from ..data import Federation
 from ..data.outline import Outline
 from ..data.poison import poisoned
+from ..data.samples import Rows, pieces
 from ..edge.data_manager import DataManager, join, on_device
 from ..engine import rehearsal
 from ..engine.bench import Bench, EngineName, threads
@@ -56,7 +57,7 @@ class Simulation:
     device: torch.device
     samples: scores.Samples
     newcomers: tuple[int, ...] = ()
-    external: tuple[torch.Tensor, torch.Tensor] | None = None
+    external: tuple[Rows, torch.Tensor] | None = None
     devices: clock.Devices | None = None  # of simulated time
     attack: Attack | None = None
     trust: Trust | None = None
@@ -95,6 +96,9 @@ def federation_of(experiment: Experiment) -> Federation:
         experiment.data_root or None,
         objective=experiment.objective,
         preprocessing=experiment.preprocessing(),
+        memory_map=experiment.memory_map,
+        input=experiment.input,
+        owner=experiment.owner,
     )
     owned = "owner" if dataset.owner is not None else "domain" if dataset.domain is not None else None
     owned = owned or (None if dataset.objective == "classification" else "iid")  # a sample is of no one class
@@ -111,7 +115,8 @@ def federation_of(experiment: Experiment) -> Federation:
 
 
 def _with_external(federation: Federation, experiment: Experiment) -> Federation:
-    return with_external(federation, experiment.external, experiment.data, experiment.data_root or None)
+    e = experiment
+    return with_external(federation, e.external, e.data, e.data_root or None, e.memory_map)
 
 
 def from_experiment(experiment: Experiment, federation: Federation | None = None) -> tuple[Simulation, Federation]:
@@ -271,11 +276,18 @@ def _example(manager: DataManager, federation: Federation) -> torch.Tensor:
 
 def _extremes(federation: Federation, device: torch.device) -> torch.Tensor:
     """Return the samples with the lowest and the highest id, so that too small a vocabulary is found before any work."""
-    every = torch.cat([x for c in federation.clients for x in (c.x_train, c.x_test, c.x_val) if x is not None])
-    if not len(every):
-        return every.new_zeros((2, *federation.shape)).to(device)
-    low, high = torch.aminmax(every.flatten(1), dim=1)
-    return every[[int(low.argmin()), int(high.argmax())]].to(device)
+    lowest, highest = [], []  # of each piece of the samples
+    for x in (x for c in federation.clients for x in (c.x_train, c.x_test, c.x_val) if x is not None):
+        for piece in pieces(x):
+            low, high = torch.aminmax(piece.flatten(1), dim=1)
+            lowest.append(piece[int(low.argmin())].clone())
+            highest.append(piece[int(high.argmax())].clone())
+    if not lowest:
+        return federation.clients[0].x_train[:0].new_zeros((2, *federation.shape)).to(device)
+    low, high = torch.stack(lowest), torch.stack(highest)
+    return torch.stack([low[int(low.flatten(1).amin(1).argmin())], high[int(high.flatten(1).amax(1).argmax())]]).to(
+        device
+    )
 
 
 def check_scored(training: Training, federation: Federation) -> None:

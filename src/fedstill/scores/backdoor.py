@@ -17,6 +17,7 @@ import torch
 from ..core.errors import InputError
 from ..core.tree import Params
 from ..data.poison import stamped, trigger_value
+from ..data.samples import pieces
 from .score import Finished, Score, register
 
 
@@ -27,7 +28,7 @@ def backdoor(run: Finished, target: int) -> dict[str, float]:
             "target", target, f"asked of a classification: samples of {run.task.objective.name} have no class"
         )
     train = run.data.train
-    value = trigger_value(train.of(k)[0] for k in range(len(train.sizes)))
+    value = trigger_value(piece for k in range(len(train.sizes)) for piece in pieces(train.of(k)[0]))
     generic = run.generic_model() if "generic" in run.method.scores else None
     rates: dict[str, list[float]] = {"backdoor": [], "backdoor_generic": []}
 

@@ -22,6 +22,7 @@ from ..core.errors import InputError
 from ..core.task import CHUNK
 from ..core.tree import Params
 from ..data.federation import Pair
+from ..data.samples import Rows, at, moved, together
 from .score import Finished, Score, register
 
 VOTES = 1 << 22  # samples × classes of one block
@@ -75,27 +76,27 @@ def _tests(run: Finished, on: str) -> Pair:
     if len(run.clients) == len(run.data.test.sizes):
         return run.data.test.all()
     pairs = [run.data.test.of(k) for k in run.clients]
-    return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
+    return together([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
 
 
-def _of(params: Params) -> Callable[[Finished, Tensor], Tensor]:
+def _of(params: Params) -> Callable[[Finished, Rows], Tensor]:
     """Return the predictions of one model, in float64."""
     return lambda run, x: run.task.objective.predictions(run.task.predict(params, x).double())
 
 
-def _score(run: Finished, predict: Callable[[Finished, Tensor], Tensor], x: Tensor, y: Tensor) -> float:
+def _score(run: Finished, predict: Callable[[Finished, Rows], Tensor], x: Rows, y: Tensor) -> float:
     """Return the mean score of the samples, such as the share whose prediction is right, block by block."""
     net, objective, total = run.task.net, run.task.objective, 0.0
     rows = max(1, VOTES // math.prod((*objective.output[:-1], net.outputs)))
     with torch.no_grad():
         for first in range(0, len(y), rows):
-            block = x[first : first + rows].to(net.device, net.example.dtype)
+            block = moved(at(x, slice(first, first + rows)), net.device, net.example.dtype)
             scores = objective.score_predictions(predict(run, block), y[first : first + rows].to(net.device))
             total += float(scores.double().sum())
     return total / len(y)
 
 
-def _ensemble(run: Finished, x: Tensor) -> Tensor:
+def _ensemble(run: Finished, x: Rows) -> Tensor:
     """Return the mean of all models' predictions, in float64. Without personal models all would vote alike: one does."""
     net, objective = run.task.net, run.task.objective
     total = torch.zeros(len(x), *objective.output[:-1], net.outputs, dtype=torch.float64, device=net.device)

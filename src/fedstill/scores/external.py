@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from ..core.errors import InputError, Shown
 from ..core.objective import ObjectiveName
 from ..data import Dataset, Federation, load
@@ -54,7 +56,8 @@ class Samples:
                     Shown(f"{data.name} with a class {odd[0]!r}"),
                     f"{odd[1]!r} there, as {self.name} has it",
                 )
-            return data.pooled().tensors()
+            whole = data.pooled()
+            return whole.rows(), torch.from_numpy(whole.y)
         if not isinstance(data, tuple | list) or len(data) != 2:
             raise InputError("external", Shown(type(data).__name__), "a Dataset or (x, y)")
         x = read_samples("external.x", data[0])
@@ -87,7 +90,9 @@ class Samples:
             raise InputError(where, Shown(f"data of {classes} classes"), f"of {self.classes} classes as {self.name} is")
 
 
-def with_external(federation: Federation, source: str, clients_source: str, root: str | None) -> Federation:
+def with_external(
+    federation: Federation, source: str, clients_source: str, root: str | None, memory_map: str = "auto"
+) -> Federation:
     """Return the federation with external data from `source`, where one is named, beside that of `clients_source`."""
     if not source or federation.external is not None:
         return federation
@@ -96,7 +101,7 @@ def with_external(federation: Federation, source: str, clients_source: str, root
     try:
         made = federation.preparation
         rules = None if made is None else made.rules
-        dataset = load(source, root, objective=federation.objective, preprocessing=rules)
+        dataset = load(source, root, objective=federation.objective, preprocessing=rules, memory_map=memory_map)
     except InputError as error:
         raise InputError("external", error.value if error.field == "data" else source, error.right) from None
     try:

@@ -18,7 +18,7 @@ from ..core.plan import JointPlan, Plan
 from ..core.task import Average, Task
 from ..core.tree import Tree
 from ..data.federation import Federation, Pair
-from ..data.samples import Part, Samples, Splits
+from ..data.samples import Part, Samples, Splits, at, read, together
 from ..engine.bench import Bench, Work
 from ..engine.trainer import Trainer
 from ..methods.fedavg import FedAvg
@@ -37,15 +37,13 @@ def root_of(federation: Federation, number: int, seed: int) -> tuple[Pair, Feder
         raise InputError("root_samples", number, f"at most {most}, which {whose}")
     order = torch.from_numpy(plan.permutation(plan.key(seed, plan.ROOT), len(y)))
     mine, rest = order[:number], order[number:].sort().values
-    left = federation if federation.test is None else replace(federation, test=(x[rest], y[rest]))
+    left = federation if federation.test is None else replace(federation, test=(at(x, rest), y[rest]))
     return (x[mine], y[mine]), left
 
 
 def _union(federation: Federation) -> Pair:
-    return (
-        torch.cat([client.x_train for client in federation.clients]),
-        torch.cat([client.y_train for client in federation.clients]),
-    )
+    y = torch.cat([client.y_train for client in federation.clients])
+    return together([client.x_train for client in federation.clients]), y
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +55,7 @@ class Trust:
     @classmethod
     def of(cls, task: Task, root: Pair, seed: int, batch_size: int) -> Trust:
         """Return the server's training on its own samples."""
-        x, y = root[0].to(task.net.device, task.net.example.dtype), root[1].to(task.net.device)
+        x, y = read(root[0], task.net.device, task.net.example.dtype), root[1].to(task.net.device)
         part = Part(Samples(x), y, (0,), (len(y),))
         own = JointPlan((Plan(plan.key(seed, plan.ROOT, 1), batch_size),), 1)
         return cls(Trainer(Bench(FedAvg(), task, own, Splits(part, part)), "one", workers=1))
