@@ -14,7 +14,7 @@ from torch.func import vmap
 
 import fedstill as fs
 from fedstill.core.errors import InputError
-from fedstill.data import cached, load, mapped
+from fedstill.data import Preprocessing, cached, load, mapped
 from fedstill.data.samples import Samples, batches_at_once, pieces
 from fedstill.edge import data_manager
 from fedstill.edge.data_manager import DataManager, join
@@ -127,6 +127,25 @@ def test_federations_are_the_same(tmp_path, settings):
         assert torch.equal(a, b)
     manager, other = (DataManager(federation, CPU, torch.float32) for federation in (share, own))
     assert torch.equal(manager.test.x[:], other.test.x[:])
+
+
+@pytest.mark.parametrize("normalise", ["none", "site", "federated"])
+def test_images_that_sites_scale_are_the_same(images, normalise):
+    """Rows of one file stand for other numbers at each site, where each scales its own."""
+    rules = Preprocessing(normalise=normalise)
+    memory, disk = (
+        fs.Federation.from_dataset(data, partition="dirichlet:0.5", clients=3, seed=3)
+        for data in both(images, preprocessing=rules)
+    )
+    assert isinstance(disk.clients[0].x_train, Samples)
+    assert memory.checksum() == disk.checksum()
+    for a, b in zip(samples_of(memory), samples_of(disk), strict=True):
+        assert torch.equal(a, b)
+    first, second = (disk.clients[k].x_train.values for k in (0, 1))
+    assert torch.equal(first, second) == (normalise != "site")
+    managers = [DataManager(federation, CPU, torch.float32) for federation in (memory, disk)]
+    assert torch.equal(*(manager.train.x[:] for manager in managers))
+    same_runs(*(trained(federation, "stacked") for federation in (memory, disk)))
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
