@@ -246,3 +246,23 @@ def test_whole_numbers_take_few_calls_however_many_a_model_has(copied: bool) -> 
     if not copied:
         assert mean_calls.calls < 10 * clients + 3 * counts  # 160 copies alone before
         assert norm_calls.calls < 5 * clients + counts
+
+
+def test_whole_numbers_that_are_none_or_of_other_shapes() -> None:
+    nothing = torch.empty(2, 0, dtype=torch.int64)
+    for entries in (
+        tree.rows({"n": nothing}, 2),
+        [{"n": nothing[0]}] * 2,
+        tree.rows({"n": nothing, "w": torch.ones(2, 3)}, 2),
+    ):
+        assert tree.norms(entries) == pytest.approx([math.sqrt(3) if "w" in entries[0] else 0.0] * 2)
+        mean = tree.mean(entries, [1.0, 1.0])
+        assert mean["n"].shape == (0,)
+        assert mean["n"].dtype == torch.int64
+    several = [{"b": torch.tensor([True, False]), "i": torch.tensor(k, dtype=torch.int8)} for k in (1, 4)]
+    mean = tree.mean(several, [1.0, 2.0])
+    assert (mean["i"].item(), mean["i"].dtype, mean["b"].tolist()) == (3, torch.int8, [True, False])
+    with pytest.raises(ValueError, match="same shape"):
+        tree.mean(
+            [{"n": torch.zeros(2, 3, dtype=torch.int64)}, {"n": torch.zeros(3, 2, dtype=torch.int64)}], [1.0, 1.0]
+        )

@@ -109,6 +109,8 @@ def mean(trees: Sequence[Tree], weights: Sequence[float], around: Tree | None = 
         result = dict(zip(floating, sums, strict=True))
     whole = [name for name, leaf in flat[0].items() if not leaf.is_floating_point()]
     if whole:
+        if any(entry[name].shape != flat[0][name].shape for entry in flat for name in whole):
+            raise ValueError("a mean needs leaves of the same shape in every tree")
         table = _whole_numbers([[entry[name] for name in whole] for entry in flat])
         exact = table[0] * (weights[0] / total)
         for row, weight in zip(table[1:], weights[1:], strict=True):
@@ -122,7 +124,7 @@ def mean(trees: Sequence[Tree], weights: Sequence[float], around: Tree | None = 
 def _joined_rows(entries: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[int]] | None:
     """Return (a view of each entry as one row, first column of each leaf) if `rows` made the entries, else None."""
     base = entries[0][0]._base if entries[0] else None
-    if base is None or base.ndim != 2 or not base.is_contiguous():
+    if base is None or base.ndim != 2 or not base.is_contiguous() or not base.numel():
         return None
     width = base.shape[1]
     columns = [int(leaf.storage_offset()) % width for leaf in entries[0]]
@@ -254,6 +256,8 @@ def norms(trees: Sequence[Tree]) -> list[float]:
     for shape in {tuple(leaf.shape for leaf in entry) for entry in whole if entry}:
         alike_ones = [i for i, entry in enumerate(whole) if tuple(leaf.shape for leaf in entry) == shape]
         table = _whole_numbers([whole[i] for i in alike_ones])
+        if not table.numel():
+            continue
         largest, square = table.abs().amax(1).tolist(), table.square().sum(1).tolist()
         for i, most, total in zip(alike_ones, largest, square, strict=True):
             squares[i] += total if most <= 2.0**53 else math.inf

@@ -17,6 +17,7 @@ import torch
 
 from ..core import tree
 from ..core.errors import InputError
+from ..core.task import CHUNK
 from ..core.tree import Params, Tree
 from ..nn.kernels import winograd
 from ..nn.kernels.autotune import Choices, Lowering
@@ -71,6 +72,7 @@ class Tuning:
 
 
 TUNING = Tuning()
+AT_ONCE = 16  # times the samples of one client's pass that a GPU takes in one pass for many clients
 
 
 class Trainer:
@@ -228,10 +230,12 @@ class Trainer:
             first += size
 
     def personals(self, round: int, works: Sequence[Work]) -> list[Params]:
-        """Return the personal model of each client, stacked: as many at once as memory allows."""
+        """Return the personal model of each client, stacked: as many at once as a cohort has and memory allows."""
         assert isinstance(self.engine, Stacked)
         found: list[Params] = []
-        size = len(works)
+        samples = min(CHUNK, max((self.bench.data.train.sizes[work.client] for work in works), default=1))
+        passes = 1 if self.bench.net.device.type == "cpu" else AT_ONCE
+        size = min(self.cohort or len(works), max(1, passes * CHUNK // samples))
         while len(found) < len(works):
             try:
                 found += self.engine.personals(self.bench, round, works[len(found) : len(found) + size])
