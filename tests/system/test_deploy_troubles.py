@@ -195,7 +195,7 @@ def test_a_whole_site_killed_within_a_round_misses_it_and_is_back_with_its_model
 def test_a_slow_site_is_missed_at_a_deadline_and_counts_without_one(party: demo.Party) -> None:
     work = {**LONG, "epochs": 160, "rounds": 2}
     with troubles.slowed(troubles.process_of(party.site("c")), 20):
-        cut = follow(party, submit(party, **work, deadline=4.0), never="c")
+        cut = follow(party, submit(party, **work, deadline=6.0), never="c")
         whole = follow(party, submit(party, **{**work, "epochs": 15}))
     assert [r["participants"] for r in cut] == [[0, 1]] * 2
     assert [r["missing"] for r in cut] == [[2]] * 2
