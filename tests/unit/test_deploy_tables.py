@@ -20,6 +20,7 @@ from fedstill.data.columns import Columns
 from fedstill.data.federation import Client
 from fedstill.data.preprocess import fit
 from fedstill.deploy import audit
+from fedstill.deploy import hub as hubs
 from fedstill.deploy.data import SiteData
 from fedstill.deploy.hub_server import parse_about
 from fedstill.deploy.preparation import FEWEST, Agreed, agree, prepare
@@ -165,6 +166,57 @@ def test_what_leaves_a_site_is_sums(party: Hospitals) -> None:
     assert kept["agreed"]["rules"]["normalise"] == "federated"
 
 
+@pytest.mark.parametrize(
+    "rules", [{"impute": "median", "normalise": "site"}, {"impute": "drop"}], ids=lambda rules: "-".join(rules.values())
+)
+def test_no_sum_of_numbers_leaves_a_site_without_a_rule_that_needs_it(party: Hospitals, rules: dict[str, str]) -> None:
+    """One question alone: of numbers nothing, of a category whether it occurs; a site refuses a second one."""
+    for name in NAMES:
+        party.start(name)
+    party.run(fs.FedAvg(), rounds=1, encode="onehot", **rules)
+    sent = party.sent()
+    assert sorted(name for name, _ in sent) == sorted(NAMES)
+    for name, answer in sent:
+        assert answer["sums"].keys() == {"count", "total"}
+        assert answer["sums"]["total"] == [0, float(name == "c"), 1, 1, 0]
+        assert answer["sums"]["count"] == [0, *[answer["sizes"]["train"]] * 3, 0]
+    kept = json.loads((party.folder / "run" / "deployment.json").read_text())["preparation"]
+    question = {"agreed": kept["agreed"], "mean": [0.0] * 5}
+    with pytest.raises(InputError, match=r"mean = of the hub: should be left out: impute .* need no sums of numbers"):
+        SiteClient(party.folder / "d", party.own("a")).prepare(json.dumps(question).encode())
+
+
+def test_squares_leave_a_site_only_for_a_deviation(party: Hospitals) -> None:
+    for name in NAMES:
+        party.start(name)
+    party.run(fs.FedAvg(), rounds=1, impute="mean", encode="onehot")
+    squares = [answer["sums"]["squares"] for _, answer in party.sent() if "squares" in answer["sums"]]
+    assert squares == [[0.0] * 5] * 3
+
+
+@pytest.mark.parametrize("privacy", ["local", "central"])
+def test_nothing_is_asked_that_epsilon_does_not_count(privacy: str) -> None:
+    """Refused before a site is asked; a site that counts ε answers with numbers of samples alone."""
+    private: dict[str, Any] = {"privacy": privacy, "noise_multiplier": 1.0, "clip_norm": 1.0}
+    experiment = Experiment(method=fs.FedAvg(), encode="onehot", impute="drop", **private)
+    with pytest.raises(
+        InputError, match=f"encode = 'onehot': should be 'none' with privacy '{privacy}': ε does not count"
+    ):
+        hubs.check(experiment)
+    hubs.check(dataclasses.replace(experiment, encode="none"))
+
+
+def test_a_site_that_counts_gives_numbers_of_samples(tmp_path: Path) -> None:
+    rows = [f"{i if i % 3 else ''},{i % 2}" for i in range(30)]
+    (tmp_path / "a.csv").write_text("\n".join(["age,ill", *rows]))
+    site = SiteData.read(str(tmp_path / "a.csv"))
+    agreed = agree(Preprocessing(impute="drop"), ["a"], [site.about()])
+    assert agreed is not None
+    asked = json.dumps({"agreed": agreed.to_dict()}).encode()
+    answer = json.loads(SiteClient(tmp_path / "site", site, max_epsilon=3.0).prepare(asked))
+    assert answer == {"sizes": {"train": 16, "test": 4}}
+
+
 def test_totals_are_kept_and_not_asked_for_again(party: Hospitals) -> None:
     for name in NAMES:
         party.start(name)
@@ -174,8 +226,6 @@ def test_totals_are_kept_and_not_asked_for_again(party: Hospitals) -> None:
     party.stop()
     for name in NAMES:
         party.start(name)
-    from fedstill.deploy import hub as hubs
-
     experiment = Experiment(method=fs.SCAFFOLD(), **{**HELD, "rounds": 2, **RULES})
     assert not party.hub_server.wait_for(NAMES, 20)
     again = hubs.run(party.hub_server, experiment, NAMES, party.folder / "run", rounds=4)
