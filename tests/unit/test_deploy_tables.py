@@ -22,8 +22,9 @@ from fedstill.data.preprocess import fit
 from fedstill.deploy import audit
 from fedstill.deploy import hub as hubs
 from fedstill.deploy.data import SiteData
+from fedstill.deploy.disclosure import FEWEST, told
 from fedstill.deploy.hub_server import parse_about
-from fedstill.deploy.preparation import FEWEST, Agreed, agree, prepare
+from fedstill.deploy.preparation import Agreed, agree, prepare
 from fedstill.deploy.site import SiteClient
 from fedstill.run.experiment import Experiment
 
@@ -217,6 +218,38 @@ def test_a_site_that_counts_gives_numbers_of_samples(tmp_path: Path) -> None:
     assert answer == {"sizes": {"train": 16, "test": 4}}
 
 
+def test_texts_of_few_patients_stay_at_a_site(tmp_path: Path) -> None:
+    """A forgotten --ignore is refused before the hub hears of it; what its owner names is sent, and said."""
+    rows = [f"{'ann' if i < 26 else 'zoe'} {i},{30 + i},{'fm'[i % 2]},{'ill' if i % 3 else 'well'}" for i in range(40)]
+    path = tmp_path / "a.csv"
+    path.write_text("\n".join(["full name,age,sex,diagnosis", *rows]))
+    with pytest.raises(InputError) as caught:
+        SiteData.read(str(path))
+    said = (
+        "column 'full name' = 40 of its 40 texts that fewer than 5 rows have: should be left out (--ignore 'full name')"
+    )
+    assert str(caught.value).startswith(said)
+    assert "ann" not in str(caught.value)
+    own = SiteData.read(str(path), ignore="full name")
+    assert own.about()["table"]["columns"]["categories"] == [None, ["f", "m"]]
+    assert own.raw is not None
+    assert told(own.raw.data) == [
+        "the hub is told the texts of sex: f, m",
+        "the hub is told the names of ill, well as what is learned",
+    ]
+    named = SiteData.read(str(path), encode="onehot:full name")
+    assert len(named.about()["table"]["columns"]["categories"][0]) == 40
+    assert named.raw is not None
+    assert "ann 0, ann 1, ann 10, ann 11, ann 12, ann 13 and 34 more" in told(named.raw.data)[1]
+    for few in (4, 5):
+        path.write_text("\n".join(["ward,age,ill", *(f"{'b' if i < few else 'a'},{i},{i % 2}" for i in range(40))]))
+        if few < 5:
+            with pytest.raises(InputError, match="column 'ward' = 1 text that fewer than 5 rows have"):
+                SiteData.read(str(path))
+        else:
+            SiteData.read(str(path))
+
+
 def test_totals_are_kept_and_not_asked_for_again(party: Hospitals) -> None:
     for name in NAMES:
         party.start(name)
@@ -258,7 +291,7 @@ def test_what_does_not_fit_is_one_line(party: Hospitals, tmp_path: Path) -> None
     with pytest.raises(TrainingError, match=says):
         party.run(fs.FedAvg(), **RULES)
     party.stop("c")
-    (party.tables / "c.csv").write_text("patient;age;pressure;sex;diagnosis\nx;1;2;f;ill\ny;2;3;m;well\nz;3;4;m;well\n")
+    (party.tables / "c.csv").write_text("patient;age;pressure;sex;diagnosis\n" + 5 * "x;1;2;f;ill\ny;2;3;m;well\n")
     party.start("c")
     party.hub_server.sites.pop("c")
     with pytest.raises(

@@ -135,7 +135,7 @@ REFUSED = {
     "mixed labels": ("a,b,y\n1,2,x\n1,2,3\n", {}, "line 3, column 3 (y) = '3': should be the name of a class"),
     "names of several": ("a,y,z\n1,p,0\n2,q,1\n", {"label": "y,z"}, "line 2, column 2 (y) = 'p': should be a number, 0 or 1"),
     "too large": ("a,y\n1e39,0\n", {}, "line 2, column 1 (a) = 1e+39: should be a finite number that fits float32"),
-    "too many texts": (MANY, {"encode": "onehot"}, "should be one of at most 1,000 texts in a column; --ignore leaves"),
+    "too many texts": (MANY, {"encode": "onehot"}, "should be one of at most 1,000 texts in a column; --ignore a leaves"),
     "nothing left": ("a,y\n,0\n,1\n", {"impute": "drop"}, "impute = 'drop': should be another rule: no sample of a.csv is"),
 }  # fmt: skip
 
@@ -175,6 +175,30 @@ def test_what_is_no_table_takes_no_rules_of_tables(tmp_path: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(InputError, match=says):
             Preprocessing(**rules)
+
+
+def test_a_name_with_a_comma_is_quoted_as_in_csv(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('"weight, kg",age,"say ""hi""",y\nx,1,z,0\nw,2,z,1\n')
+    assert "(--ignore '\"weight, kg\"' leaves it out)" in refused(tmp_path / "a.csv")
+    assert "'weight, kg' is there" not in refused(tmp_path / "a.csv", ignore='"weight, kgs",age')
+    data = load(tmp_path / "a.csv", preprocessing=Preprocessing(ignore='"weight, kg", "say ""hi"""'))
+    assert data.columns is not None
+    assert data.columns.names == ("age",)
+    (tmp_path / "a.csv").write_text('"weight, kg",age,y\n1,1,0\n2,2,1\n')
+    data = load(tmp_path / "a.csv", preprocessing=Preprocessing(label='"weight, kg"', encode='onehot:age,"y"'))
+    assert data.label_columns == ("weight, kg",)
+    assert data.columns == Columns(("age", "y"), (("1", "2"), ("0", "1")))
+
+
+def test_a_column_of_many_texts_is_said(tmp_path: Path) -> None:
+    rows = [f"ann {i},w{i % 21},{'fm'[i % 2]},{i % 2}" for i in range(60)]
+    (tmp_path / "a.csv").write_text("\n".join(["full name,ward,sex,y", *rows]))
+    assert load(tmp_path / "a.csv", preprocessing=Preprocessing(encode="onehot")).notes == (
+        "full name has 60 texts in 60 samples, nearly every sample has its own: --ignore 'full name' leaves it out",
+        "ward has 21 texts in 60 samples, a feature for each: --ignore ward leaves it out",
+    )
+    fewer = load(tmp_path / "a.csv", preprocessing=Preprocessing(encode="onehot", ignore="full name,ward"))
+    assert fewer.notes == ()
 
 
 CELLS = st.one_of(

@@ -17,6 +17,7 @@ from ..data import Federation
 from ..deploy import audit, demo, hub, jobs, process, web
 from ..deploy.certificates import fingerprint, read
 from ..deploy.data import SiteData
+from ..deploy.disclosure import told
 from ..deploy.folders import Hub, Site
 from ..deploy.privacy_log import secret_in
 from ..deploy.process import Settings
@@ -223,8 +224,11 @@ def _site_start(given: Mapping[str, Any], words: Sequence[str]) -> None:
     else:
         raise InputError("--data", Shown("nothing"), "an npz or CSV file, or a folder: this site's own samples")
     settings.policy()
-    sizes = SiteData.read(**settings.reading()).about()["sizes"]
+    own = SiteData.read(**settings.reading())
+    sizes = own.about()["sizes"]
     process.check_stopped("site", site.folder)
+    for line in [] if own.raw is None else told(own.raw.data):
+        say(line)
     settings.write(site.folder)
     if "foreground" in given:
         process.foreground("site", site.folder)

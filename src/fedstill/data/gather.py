@@ -11,10 +11,11 @@ import numpy as np
 from ..core.errors import InputError, Shown, nearest
 from .columns import MOST_FEATURES, MOST_TEXTS, Columns
 from .files import wrong
-from .rules import Preprocessing
+from .rules import Preprocessing, as_flag
 from .tables import LABELS, Table, label_columns, read_table
 from .targets import Array
 
+MANY = 20  # features of a column of texts, above which a line says so
 LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -84,7 +85,21 @@ def gather(paths: Sequence[Path], rules: Preprocessing) -> Gathered:
         if by:
             files = ", ".join(f"{name} {count:,}" for name, count in by.items())
             notes.append(f"left out: {sum(by.values()):,} of {total:,} samples, {why}: {files}")
+    notes += _many(columns, xs)
     return Gathered(columns, tuple(names[j] for j in labels), xs, ys, tuple(notes))
+
+
+def _many(columns: Columns, xs: Sequence[Array]) -> list[str]:
+    """Return a line for each column whose texts make more features than `MANY`."""
+    notes = []
+    for j, (name, kinds) in enumerate(zip(columns.names, columns.categories, strict=True)):
+        if kinds is not None and len(kinds) > MANY:
+            rows = sum(int((~np.isnan(x[:, j])).sum()) for x in xs)
+            often = "nearly every sample has its own" if 2 * len(kinds) > rows else "a feature for each"
+            notes.append(
+                f"{name} has {len(kinds):,} texts in {rows:,} samples, {often}: --ignore {as_flag(name)} leaves it out"
+            )
+    return notes
 
 
 def read_alike(path: Path, columns: Columns, labels: Sequence[str], rules: Preprocessing) -> tuple[Array, Array | None]:
@@ -161,7 +176,7 @@ def _categories(tables: Sequence[Table], column: int, rules: Preprocessing) -> t
         other = next(table for table in tables if table.texts[column])
         row = int(np.flatnonzero(~np.isnan(odd[0].values[:, column]))[0])
         shown = Shown(f"{odd[0].values[row, column]:g}")
-        name = f"; --encode onehot:{odd[0].names[column]} takes numbers as texts" if odd[0].header else ""
+        name = f"; --encode onehot:{as_flag(odd[0].names[column])} takes numbers as texts" if odd[0].header else ""
         raise InputError(odd[0].where(row, column), shown, f"a text as in {other.path.name}, or numbers in both{name}")
     if len(texts) > MOST_TEXTS:
         right = f"one of at most {MOST_TEXTS:,} texts; --ignore leaves a column out"
@@ -180,7 +195,7 @@ def _check(tables: Sequence[Table], own: Sequence[int], labels: Sequence[int], r
                 if texts:
                     row = int(np.flatnonzero(~np.isnan(values))[0])
                     different = len({text for t in tables for text in t.texts[j] or ()})
-                    name = f" (--ignore {table.names[j]} leaves it out)" if table.header else ""
+                    name = f" (--ignore {as_flag(table.names[j])} leaves it out)" if table.header else ""
                     right = f"a number; --encode onehot makes a column of each of the {different:,} texts in this column{name}"
                     raise InputError(table.where(row, j), texts[int(values[row])], right)
     if rules.impute == "none":

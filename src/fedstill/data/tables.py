@@ -25,6 +25,7 @@ from ..core.errors import InputError, Shown, can_be_shown, first_line
 from ..core.memory import in_words, require
 from .columns import LONGEST_NAME, MOST_FEATURES, MOST_TEXTS
 from .files import regular, wrong
+from .rules import as_flag
 from .targets import Array
 
 LABELS = ("label", "y")
@@ -185,8 +186,10 @@ class _Reader:
             right = f"a number, or a text of at most {LONGEST_NAME} signs"
             raise InputError(place(self.path, line, column, self.header), cell, right)
         if len(seen.texts) >= MOST_TEXTS and cell not in seen.texts:
-            name = self.header[column] if self.header else "a header, to leave it out by its name"
-            right = f"one of at most {MOST_TEXTS:,} texts in a column; --ignore leaves a column out ({name})"
+            remedy = (
+                f"--ignore {as_flag(self.header[column])} leaves it out" if self.header else "a header gives it a name"
+            )
+            right = f"one of at most {MOST_TEXTS:,} texts in a column; {remedy}"
             raise InputError(place(self.path, line, column, self.header), cell, right)
         return seen.texts.setdefault(cell, len(seen.texts))
 
@@ -219,18 +222,18 @@ class _Reader:
             if j in self.given or not seen.numbers or not seen.others or j in self._label_columns(labels):
                 continue
             if seen.numbers >= seen.others:
-                name = f"; --encode onehot:{self.header[j]} takes all as texts" if self.header else ""
+                name = f"; --encode onehot:{as_flag(self.header[j])} takes all as texts" if self.header else ""
                 right = f"a number, as {seen.numbers:,} of the column's {seen.numbers + seen.others:,} values are{name}"
                 raise InputError(place(self.path, seen.text[0], j, self.header), seen.text[1], right)
         for j in self._label_columns(labels):
             seen = self.seen[j]
             if seen.numbers and seen.others:
-                first_is_text = seen.text[0] < seen.number[0]
-                line, cell = seen.number if first_is_text else seen.text
-                right = f"the name of a class, of at most {LONGEST_NAME} signs, as in the rows before; or a number in every row"
-                right = (
-                    right if first_is_text else "a number, as in the rows before; or the name of a class in every row"
-                )
+                if seen.text[0] < seen.number[0]:
+                    line, cell = seen.number
+                    right = f"the name of a class, of at most {LONGEST_NAME} signs, as before; or a number in every row"
+                else:
+                    line, cell = seen.text
+                    right = "a number, as before; or the name of a class in every row"
                 raise InputError(place(self.path, line, j, self.header), cell, right)
 
     def _label_columns(self, labels: Collection[str]) -> list[int]:

@@ -41,8 +41,8 @@ from ..data.rules import SITE, Preprocessing
 from ..data.split import parse_split, split_indices
 from ..data.sums import Sums, add, mean_of
 from ..data.transform import Transform
+from .disclosure import FEWEST
 
-FEWEST = 5  # values that a site gives a sum of
 LONGEST = 1 << 19  # characters of a site's names of columns and categories
 
 
