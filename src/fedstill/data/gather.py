@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from ..core.errors import InputError, Shown, nearest
 from .columns import MOST_FEATURES, MOST_TEXTS, Columns
 from .files import wrong
 from .rules import Preprocessing, as_flag
-from .tables import LABELS, Table, label_columns, read_table
+from .tables import LABELS, Places, Table, label_columns, read_table
 from .targets import Array
 
 MANY = 20  # features of a column of texts, above which a line says so
@@ -102,26 +102,31 @@ def _many(columns: Columns, xs: Sequence[Array]) -> list[str]:
     return notes
 
 
-def read_alike(path: Path, columns: Columns, labels: Sequence[str], rules: Preprocessing) -> tuple[Array, Array | None]:
-    """Read a file with the columns of a run, found by name, and its labels where it has any; other columns are left out."""
-    as_texts = [name for name, kinds in zip(columns.names, columns.categories, strict=True) if kinds is not None]
+@dataclass(frozen=True, eq=False)
+class Alike:
+    """A file with the columns of a run."""
+
+    x: Array
+    y: Array | None  # None: it has no labels
+    notes: tuple[str, ...]  # which categories the run does not know
+
+
+def read_alike(path: Path, columns: Columns, labels: Sequence[str], rules: Preprocessing) -> Alike:
+    """Read a file with the columns of a run, and its labels where it has any; other columns are left out.
+
+    Where a header has named the run's columns they are found by name, or stand alone in their order; else they stand in their
+    order, with the label as the last one or named as usual.
+    """
     usual = [name for name in LABELS if name not in columns.names]
-    table = read_table(path, (*labels, *usual), as_texts, only=(*columns.names, *labels, *usual))
-    header, width = table.header, len(columns.names)
-    if header is None:
-        if table.values.shape[1] != width:
-            right = f"with a header, or {width} columns as the run's features (it has {table.values.shape[1]} and no header)"
-            raise InputError("data", str(path), right)
-        own, found = list(range(width)), []
-    else:
-        for name in columns.names:
-            if name not in header:
-                raise InputError("data", str(path), f"with the column {nearest(name, header)}: {name!r} is not there")
-        own = [header.index(name) for name in columns.names]
-        found = [header.index(name) for name in labels if name in header]
-        found = found if len(found) == len(labels) else []
-        if not found and len(labels) < 2:
-            found = [j for j, name in enumerate(header) if name in usual][:1]
+    usual = usual if all(name.lower() in LABELS for name in (*labels, *rules.labels)) else []
+
+    def places(header: tuple[str, ...] | None, width: int) -> Places:
+        own, found = _places(path, columns, labels, usual, header, width)
+        texts = {j for j, kinds in zip(own, columns.categories, strict=True) if kinds is not None}
+        return Places(texts, set(found), set(range(width)) - {*own, *found})
+
+    table = read_table(path, (*labels, *LABELS), places=places)
+    own, found = _places(path, columns, labels, usual, table.header, len(table.texts))
     if np.isnan(table.values[:, found]).any():
         found = []  # labels that are not known: no score, but predictions
     x = np.column_stack([_coded(table, j, kinds) for j, kinds in zip(own, columns.categories, strict=True)])
@@ -129,13 +134,56 @@ def read_alike(path: Path, columns: Columns, labels: Sequence[str], rules: Prepr
     numbers = [j for j, kinds in zip(own, columns.categories, strict=True) if kinds is None]
     if not rules.fills and np.isnan(table.values[:, numbers]).any():
         raise _gap(table, numbers, "a value: the run fills no gaps")
-    return x, _labels(table, found) if found else None
+    new = (np.isnan(x) & ~np.isnan(table.values[:, own])).sum(0).tolist()
+    note = unknown_note({name: count for name, count in zip(columns.names, new, strict=True) if count})
+    return Alike(x, _labels(table, found) if found else None, note)
+
+
+def unknown_note(counts: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the line that says how many values of which columns are of categories that a run does not know."""
+    if not counts:
+        return ()
+    named = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    return (f"categories that the run does not know are zeros in all features of their column: {named}",)
+
+
+def _places(
+    path: Path,
+    columns: Columns,
+    labels: Sequence[str],
+    usual: Sequence[str],
+    header: tuple[str, ...] | None,
+    width: int,
+) -> tuple[list[int], list[int]]:
+    """Return where a file has the columns of a run, and where its labels, if it has any."""
+    count = len(columns.names)
+    if header is not None and columns.named:
+        for name in columns.names:
+            if name not in header:
+                raise InputError("data", str(path), f"with the column {nearest(name, header)}: {name!r} is not there")
+        found = [header.index(name) for name in labels if name in header]
+        found = found if len(found) == len(labels) else []
+        if not found and len(labels) < 2:
+            found = [j for j, name in enumerate(header) if name in usual][:1]
+        return [header.index(name) for name in columns.names], found
+    if columns.named:
+        if width != count:
+            right = f"with a header, or {count} columns as the run's features (it has {width} and no header)"
+            raise InputError("data", str(path), right)
+        return list(range(count)), []
+    found = [j for j, name in enumerate(header or ()) if name.lower() in LABELS][:1]
+    found = found or ([width - 1] if width > count else [])
+    own = [j for j in range(width) if j not in found]
+    if len(own) != count:
+        right = f"with {count} columns as the run's features, or {count + 1} with a label (it has {width})"
+        raise InputError("data", str(path), right)
+    return own, found
 
 
 def _coded(table: Table, column: int, kinds: tuple[str, ...] | None) -> Array:
     """Return a column of a table: its numbers, or the numbers of its categories here; NaN of one that is unknown."""
     texts, values = table.texts[column], table.values[:, column]
-    if kinds is None and texts is not None:
+    if kinds is None and texts:
         row = int(np.flatnonzero(~np.isnan(values))[0])
         raise InputError(table.where(row, column), texts[int(values[row])], "a number")
     if kinds is None or texts is None:
