@@ -333,6 +333,52 @@ def test_arrays_are_scaled_too(tmp_path: Path) -> None:
         )  # float32 samples of two ways to compute them
 
 
+def test_normalise_none_holds_for_images_too(tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    x, y = rng.integers(0, 256, (40, 1, 4, 4)).astype(np.uint8), np.arange(40) % 2
+    np.savez(tmp_path / "a.npz", train_x=x[:30], train_y=y[:30], test_x=x[30:], test_y=y[30:])
+    site = SiteData.read(str(tmp_path / "a.npz"))
+    assert agree(Preprocessing(), ["a"], [site.about()]) is None
+    agreed = agree(Preprocessing(normalise="none"), ["a"], [site.about()])
+    assert agreed is not None
+    client = SiteClient(tmp_path / "site", site)
+    prepared = prepare(agreed, ["a"], lambda body: {"a": client.prepare(body)})
+    assert prepared.totals is None
+    made = site.under(prepared.for_sites()).client
+    assert torch.equal(made.x_train, torch.from_numpy(x[:30]).float() / 255)
+    assert torch.equal(made.x_test, torch.from_numpy(x[30:]).float() / 255)
+
+
+def test_a_column_without_values_at_one_site_has_the_categories_of_others(tmp_path: Path) -> None:
+    abouts = []
+    for name, stage in (("a", ""), ("b", "1")):
+        (tmp_path / f"{name}.csv").write_text("age,stage,y\n" + f"1,{stage},0\n2,{stage},1\n" * 10)
+        abouts.append(SiteData.read(str(tmp_path / f"{name}.csv"), encode="onehot:stage").about())
+    agreed = agree(Preprocessing(encode="onehot", impute="mean"), ["a", "b"], abouts)
+    assert agreed is not None
+    assert agreed.columns is not None
+    assert agreed.columns.features == ("age", "stage=1")
+    own = SiteData.read(str(tmp_path / "a.csv"), encode="onehot:stage").raw
+    assert own is not None
+    assert own.under(agreed).values.data.columns == agreed.columns
+    assert np.isnan(own.under(agreed).data.x[:, 1]).all()
+
+
+def test_samples_without_a_label_are_said_and_refused_without_a_rule(tmp_path: Path) -> None:
+    rows = [f"{i},{'' if i < 3 else i % 2}" for i in range(30)]
+    (tmp_path / "a.csv").write_text("\n".join(["age,ill", *rows]))
+    own = SiteData.read(str(tmp_path / "a.csv"))
+    assert own.raw is not None
+    (line,) = told(own.raw.data)
+    assert line.startswith("left out: 3 of 30 samples, without a label")
+    about = parse_about({**own.about(), "machine": {"clock": 0, "memory": 0, "disk": 0}})
+    assert about["table"]["unlabelled"] == 3
+    with pytest.raises(InputError, match=r"impute = 'none': should be .*: site 'a' has 3 without a label"):
+        agree(Preprocessing(), ["a"], [about])
+    for impute in ("drop", "mean"):
+        assert agree(Preprocessing(impute=impute), ["a"], [about]) is not None
+
+
 def test_sums_that_are_none_are_one_line(party: Hospitals) -> None:
     """Of a site that answers with something else, and of a hub that asks for something else."""
     sites = {name: party.own(name) for name in NAMES}
@@ -355,15 +401,27 @@ def test_sums_that_are_none_are_one_line(party: Hospitals) -> None:
         b'{"sizes": {}, "sums": 3}',
         changed(count=[1, 2]),
         changed(total="x"),
+        changed(total=[1.7e308] * 5),
+        json.dumps({**good, "sums": []}).encode(),
+        json.dumps({**good, "sums": {**good["sums"], "count": 5}}).encode(),
+        json.dumps({"sizes": good["sizes"]}).encode(),
     ):
         with pytest.raises(TrainingError, match="site b: its") as caught:
             prepare(agreed, NAMES, lambda body, wrong=wrong: {**right, "b": wrong})  # type: ignore[misc]
+        with pytest.raises(TrainingError, match="site b: its"):  # also where it is the first
+            prepare(agreed, ["b", "a", "c"], lambda body, wrong=wrong: {**right, "b": wrong})  # type: ignore[misc]
         assert str(caught.value).isprintable()
     for question in (b"", b"[1]", b"{}", json.dumps({"agreed": {**agreed.to_dict(), "rules": {}}}).encode()):
         with pytest.raises(InputError, match="question = of the hub: should be"):
             clients["a"].prepare(question)
     with pytest.raises(InputError, match="mean = 2 numbers: should be 5, one for each feature"):
         clients["a"].prepare(json.dumps({"agreed": agreed.to_dict(), "mean": [0.0, 1.0]}).encode())
+    with pytest.raises(InputError, match="mean = of the hub: should be of numbers that fit float32"):
+        clients["a"].prepare(json.dumps({"agreed": agreed.to_dict(), "mean": [1e308] * 5}).encode())
+    images = Agreed(Preprocessing(normalise="federated"), None, ())
+    for sums in ([], {"count": 5}, {}, 3):
+        with pytest.raises(TrainingError, match="site b: its sums should be"):
+            prepare(images, ["b"], lambda body, sums=sums: {"b": json.dumps({**good, "sums": sums}).encode()})  # type: ignore[misc]
     short = {"count": [3.0], "mean": [0.0], "std": [1.0]}
     for totals in ({}, {"totals": short}, {"totals": {**short, "std": [0.0]}}, {"totals": 3}):
         with pytest.raises(InputError, match="= of the hub: should be"):

@@ -69,11 +69,18 @@ def test_sums_from_a_site_are_checked() -> None:
     for name in ("count", "total", "squares"):
         assert np.array_equal(getattr(again, name), getattr(part, name))
     good = part.to_dict()
+    largest = float(np.finfo(np.float32).max)
+    extremes = deviations([np.array([[largest, 0.0], [-largest, 0.0]])], np.array([largest, 0.0]))
+    Sums.from_dict(json.loads(json.dumps(extremes.to_dict())), 2, squares=True)
     for wrong in (
         {"count": [-1.0, 5.0]},
         {"count": [0.5, 5.0]},
         {"total": [1.0]},
         {"squares": [-1.0, 1.0]},
+        {"total": [1.7e308, 0.0]},
+        {"total": [-3.5e39, 0.0]},
+        {"squares": [1.7e308, 0.0]},
+        {"count": [1e300, 5.0]},
         {"total": "x"},
     ):
         with pytest.raises(Unreadable):
@@ -188,7 +195,9 @@ def test_a_column_that_a_site_has_no_value_of(tmp_path: Path) -> None:
     assert made[:, 0].tolist() == pytest.approx([-(1.5**0.5), 0, 1.5**0.5])
     (tmp_path / "b.csv").write_text("age,bp,y\n30,,0\n40,,1\n50,120,0\n")
     data = load(tmp_path, preprocessing=Preprocessing(impute="mean"))
-    with pytest.raises(InputError, match="impute = mean of bp: should be another rule: no site has in its training"):
+    with pytest.raises(
+        InputError, match="impute = mean of bp: should be another rule: no site has a value in its training"
+    ):
         fit(data, [np.arange(3), np.arange(3, 5)])
 
 

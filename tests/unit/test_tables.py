@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedstill.core.errors import InputError
-from fedstill.data import Preprocessing, load
+from fedstill.data import Federation, Preprocessing, load
 from fedstill.data.columns import Columns
 from fedstill.data.gather import gather
 from fedstill.data.tables import GAPS, MOST_TEXTS, read_table
@@ -114,6 +114,31 @@ def test_labels_and_columns_are_chosen_by_name(tmp_path: Path) -> None:
     one = load(tmp_path / "berlin.csv", preprocessing=Preprocessing(label="a"))
     assert one.owner is None, "a file of its own is dealt by the partition"
     assert one.x.tolist() == [[1, 1], [2, 1]]
+
+
+def test_labels_are_of_the_rows_that_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("age,a,b\n1,0,1\n2,,1\n3,1,1\n")
+    data = load(path, preprocessing=Preprocessing(label="a,b", impute="drop"))
+    assert data.objective == "multilabel"
+    assert data.y.tolist() == [[0, 1], [1, 1]]
+    assert data.unlabelled == 1
+    path.write_text("age,a\n1,\n2,?\n")
+    says = "label = 'a': should be a column with values in a.csv: none of its 2 samples has a label"
+    for impute in ("mean", "drop"):
+        assert says in refused(path, label="a", impute=impute)
+
+
+def test_a_column_that_nobody_has_a_value_of(tmp_path: Path) -> None:
+    """One line, also where it is to be of categories; at one of several sites it has those of the others."""
+    (tmp_path / "a.csv").write_text("age,stage,y\n" + "1,,0\n2,,1\n" * 5)
+    rules = Preprocessing(encode="onehot:stage", impute="mean")
+    with pytest.raises(InputError, match="impute = mean of stage: should be another rule: no site has a value in its"):
+        Federation.from_dataset(load(tmp_path / "a.csv", preprocessing=rules), partition="iid", clients=2)
+    (tmp_path / "b.csv").write_text("age,stage,y\n" + "1,1,0\n2,2,1\n" * 5)
+    data = load(tmp_path, preprocessing=rules)
+    assert data.columns is not None
+    assert data.columns.features == ("age", "stage=1", "stage=2")
 
 
 GAPPY = "age,sex,bp,diag\n34,f,120,ill\n50,m,,well\n61,f,NA,ill\n40,m,130,\n"

@@ -25,7 +25,7 @@ from ..methods import get
 from ..run import simulation
 from ..run.experiment import Experiment
 from . import flags, train
-from .deployment import BOTH, HUB, OPTIONS, PORT, SITE, START, SWITCHES
+from .deployment import BOTH, HUB, OPTIONS, PORT, SITE, SITE_ONLY, START, SWITCHES
 from .job import plan
 from .screen import say
 
@@ -70,6 +70,10 @@ def _asked(given: Mapping[str, Any], words: Sequence[str]) -> tuple[Hub, Experim
     """Return the hub, the experiment and the sites that a command names; the hub must be at work."""
     (what,) = _words(words, "METHOD|FILE.toml")
     made = Hub.at(_folder(given, HUB))
+    for name in SITE_ONLY:
+        if name in given:
+            flag = flags.flag(name)
+            raise InputError(flag, given[name], f"left out: a site's owner says it (fedstill site start {flag})")
     base = train._base(what)
     settings = {name for name in given if name in BOTH or (name not in OPTIONS and name not in SWITCHES)}
     own = {name: value for name, value in given.items() if name in settings}

@@ -28,6 +28,7 @@ class Gathered:
     xs: list[Array]  # float64: NaN where there is a gap, categories by number
     ys: list[Array]  # numbers, names of classes, or [n, k] where there are several labels
     notes: tuple[str, ...]  # what was left out
+    unlabelled: int = 0  # samples that were left out for want of a label
 
 
 def gather(paths: Sequence[Path], rules: Preprocessing) -> Gathered:
@@ -74,10 +75,13 @@ def gather(paths: Sequence[Path], rules: Preprocessing) -> Gathered:
             if rows.any():
                 left[what][table.path.stem] = int(rows.sum())
         kept = ~(unlabelled | gaps)
+        if unlabelled.all():
+            right = f"a column with values in {table.path.name}: none of its {len(x):,} samples has a label"
+            raise InputError("label", ", ".join(names[j] for j in labels), right)
         if not kept.any():
             raise InputError("impute", rules.impute, f"another rule: no sample of {table.path.name} is without a gap")
         xs.append(x[kept])
-        ys.append(_labels(table, labels)[kept])
+        ys.append(_labels(table, labels, kept))
     total = sum(len(table.values) for table in tables)
     notes = []
     for what, why in (("label", "without a label"), ("gap", "with gaps (--impute drop)")):
@@ -86,7 +90,8 @@ def gather(paths: Sequence[Path], rules: Preprocessing) -> Gathered:
             files = ", ".join(f"{name} {count:,}" for name, count in by.items())
             notes.append(f"left out: {sum(by.values()):,} of {total:,} samples, {why}: {files}")
     notes += _many(columns, xs)
-    return Gathered(columns, tuple(names[j] for j in labels), xs, ys, tuple(notes))
+    named = tuple(names[j] for j in labels)
+    return Gathered(columns, named, xs, ys, tuple(notes), sum(left["label"].values()))
 
 
 def _many(columns: Columns, xs: Sequence[Array]) -> list[str]:
@@ -193,10 +198,11 @@ def _coded(table: Table, column: int, kinds: tuple[str, ...] | None) -> Array:
     return code[np.where(np.isnan(values), len(texts), values).astype(np.int64)]
 
 
-def _labels(table: Table, columns: Sequence[int]) -> Array:
-    """Return the labels of a table's rows: numbers, names of classes, or numbers [n, k] of several columns."""
+def _labels(table: Table, columns: Sequence[int], kept: Array | None = None) -> Array:
+    """Return the labels of a table's rows (those `kept`): numbers, names of classes, or numbers [n, k] of several columns."""
     if len(columns) == 1:
         texts, values = table.texts[columns[0]], table.values[:, columns[0]]
+        values = values if kept is None else values[kept]
         if texts is None:
             return values
         return np.array([*texts, ""])[np.where(np.isnan(values), len(texts), values).astype(np.int64)]
@@ -208,10 +214,8 @@ def _labels(table: Table, columns: Sequence[int]) -> Array:
                 table.where(row, j), cell, "a number, 0 or 1 of several labels: names are for one column of classes"
             )
     values = table.values[:, list(columns)]
-    there = values[~np.isnan(values)]
-    if np.isin(there, (0, 1)).all() and not np.isnan(values).any():
-        return values.astype(np.int64)
-    return values
+    values = values if kept is None else values[kept]
+    return values.astype(np.int64) if np.isin(values, (0, 1)).all() else values
 
 
 def _categories(tables: Sequence[Table], column: int, rules: Preprocessing) -> tuple[str, ...] | None:

@@ -289,7 +289,9 @@ def _check_filled(values: Array, columns: Columns | None, rules: Preprocessing, 
     for i in np.flatnonzero(np.isnan(values)):
         feature = "" if columns is None else columns.features[int(i)]
         whose, remedy = (
-            ("no site has", "") if rules.fill_scope == FEDERATED else (f"site {name} has none", "'mean:federated', or ")
+            ("no site has a value", "")
+            if rules.fill_scope == FEDERATED
+            else (f"site {name} has none", "'mean:federated', or ")
         )
         right = f"{remedy}another rule: {whose} in its training samples (--ignore leaves a column out)"
         raise InputError("impute", Shown(f"{rules.impute} of {feature}"), right)

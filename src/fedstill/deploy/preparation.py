@@ -39,7 +39,7 @@ from ..data.preprocess import (
 )
 from ..data.rules import SITE, Preprocessing
 from ..data.split import parse_split, split_indices
-from ..data.sums import Sums, add, mean_of
+from ..data.sums import LARGEST, Sums, add, mean_of
 from ..data.transform import Transform
 from .disclosure import FEWEST
 
@@ -103,7 +103,8 @@ class RawSite:
         if self.data.columns is None:
             return {}
         gaps = np.isnan(self.data.x).sum(0).tolist()
-        return {"table": {"columns": self.data.columns.to_dict(), "gaps": gaps, "label": list(self.data.label_columns)}}
+        table = {"columns": self.data.columns.to_dict(), "gaps": gaps, "label": list(self.data.label_columns)}
+        return {"table": {**table, **({"unlabelled": self.data.unlabelled} if self.data.unlabelled else {})}}
 
     def checksum(self) -> str:
         """Return a checksum of what a table says that its numbers do not: gaps, and names of columns, categories and classes."""
@@ -179,6 +180,8 @@ class Ready:
                 f"left out: impute {self.rules.impute!r} and normalise {self.rules.normalise!r} need no sums of numbers"
             )
             raise InputError("mean", Shown("of the hub"), right)
+        if mean is not None and any(abs(value) > LARGEST for value in mean):
+            raise InputError("mean", Shown("of the hub"), "of numbers that fit float32, as samples do")
         if mean is not None and len(mean) != self._width:
             raise InputError("mean", Shown(f"{len(mean)} numbers"), f"{self._width}, one for each feature")
         if mean is None:
@@ -274,12 +277,17 @@ def agree(rules: Preprocessing, names: Sequence[str], abouts: Sequence[Mapping[s
     if not any(tables):
         for name, value in rules.of_tables.items():
             raise InputError(name, value, "left out: no site has tables (CSV files)")
-        return Agreed(rules, None, ()) if rules.scales else None
+        return None if rules.normalise == "auto" else Agreed(rules, None, ())
     for name, table in zip(names, tables, strict=True):
         if table is None:
             raise InputError(
                 f"data of site {name!r}", Shown("no table"), f"a table (CSV) as at site {names[0]!r}, or none anywhere"
             )
+    for name, table in zip(names, tables, strict=True):
+        left = 0 if table is None else table.get("unlabelled", 0)
+        if left and rules.impute == "none":
+            right = f"mean, median or drop, which leave such samples out: site {name!r} has {left:,} without a label"
+            raise InputError("impute", rules.impute, right)
     own = [Columns.from_dict(table["columns"]) for table in tables if table is not None]
     gaps = [table["gaps"] for table in tables if table is not None]
     for name, columns in zip(names, own, strict=True):
