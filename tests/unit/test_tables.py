@@ -56,9 +56,26 @@ SEMICOLON = PLAIN.replace(",", ";").replace("o'hara; bob", "o'hara, bob")
         "\n".join(";".join(f'"{cell}"' for cell in row) for row in csv.reader(io.StringIO(PLAIN))) + "\n\n",
         PLAIN.replace(",,", ", NA ,"),
         PLAIN.replace(",,", ",?,"),
+        PLAIN.replace(",,", ",#N/A,"),
+        PLAIN.replace(",,", ",<NA>,"),
+        PLAIN.replace(",,", ",None,"),
         PLAIN.replace("\n", "\r"),
     ],
-    ids=["commas", "BOM, CRLF", "semicolons", "decimal commas", "tabs", "tabs, commas", "all quoted", "NA", "?", "CR"],
+    ids=[
+        "commas",
+        "BOM, CRLF",
+        "semicolons",
+        "decimal commas",
+        "tabs",
+        "tabs, commas",
+        "all quoted",
+        "NA",
+        "?",
+        "#N/A",
+        "<NA>",
+        "None",
+        "CR",
+    ],
 )
 def test_the_same_table_however_it_is_written(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.csv").write_text(text, encoding="utf-8", newline="")
@@ -235,6 +252,15 @@ def test_a_column_of_many_texts_is_said(tmp_path: Path) -> None:
         "full name has 60 texts in 60 samples, nearly every sample has its own: --ignore 'full name' leaves it out",
         "ward has 21 texts in 60 samples, a feature for each: --ignore ward leaves it out",
     )
+    (tmp_path / "b.csv").write_text("crp,stage,y\n" + "<5,1,0\n<5,I,1\n7.2,II,0\n<5,,1\n" * 9)
+    found = load(tmp_path / "b.csv", preprocessing=Preprocessing(encode="onehot:stage", impute="mean"))
+    assert found.notes == (
+        "crp has 2 texts in 36 samples, 1 of them numbers (7.2), a feature for each: --ignore crp leaves it out",
+    )
+    (tmp_path / "c.csv").write_text("drug,y\nnone,0\nNone,1\naspirin,1\n")
+    kept = load(tmp_path / "c.csv", preprocessing=Preprocessing(encode="onehot", impute="mean"))
+    assert kept.columns is not None
+    assert kept.columns.categories == (("aspirin", "none"),), "an answer, while None is Python's gap"
     fewer = load(tmp_path / "a.csv", preprocessing=Preprocessing(encode="onehot", ignore="full name,ward"))
     assert fewer.notes == ()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ..core.errors import InputError, Shown, nearest
-from .columns import MOST_FEATURES, MOST_TEXTS, Columns
+from .columns import MOST_FEATURES, MOST_TEXTS, NUMBER, Columns
 from .files import wrong
 from .rules import Preprocessing, as_flag
 from .tables import LABELS, Places, Table, label_columns, read_table
@@ -89,21 +89,28 @@ def gather(paths: Sequence[Path], rules: Preprocessing) -> Gathered:
         if by:
             files = ", ".join(f"{name} {count:,}" for name, count in by.items())
             notes.append(f"left out: {sum(by.values()):,} of {total:,} samples, {why}: {files}")
-    notes += _many(columns, xs)
+    notes += _many(columns, xs, rules.as_texts)
     named = tuple(names[j] for j in labels)
     return Gathered(columns, named, xs, ys, tuple(notes), sum(left["label"].values()))
 
 
-def _many(columns: Columns, xs: Sequence[Array]) -> list[str]:
-    """Return a line for each column whose texts make more features than `MANY`."""
+def _many(columns: Columns, xs: Sequence[Array], named: Sequence[str]) -> list[str]:
+    """Return a line for each column whose texts make more features than `MANY`, or have numbers among them.
+
+    In columns that somebody has `named` as texts numbers are expected.
+    """
     notes = []
     for j, (name, kinds) in enumerate(zip(columns.names, columns.categories, strict=True)):
-        if kinds is not None and len(kinds) > MANY:
-            rows = sum(int((~np.isnan(x[:, j])).sum()) for x in xs)
-            often = "nearly every sample has its own" if 2 * len(kinds) > rows else "a feature for each"
-            notes.append(
-                f"{name} has {len(kinds):,} texts in {rows:,} samples, {often}: --ignore {as_flag(name)} leaves it out"
-            )
+        numbers = [kind for kind in kinds or () if NUMBER.fullmatch(kind)]
+        mixed = 0 < len(numbers) < len(kinds or ()) and name not in named
+        if kinds is None or not (mixed or len(kinds) > MANY):
+            continue
+        rows = sum(int((~np.isnan(x[:, j])).sum()) for x in xs)
+        often = "nearly every sample has its own" if 2 * len(kinds) > rows else "a feature for each"
+        among = f", {len(numbers):,} of them numbers ({numbers[0]})" if mixed else ""
+        notes.append(
+            f"{name} has {len(kinds):,} texts in {rows:,} samples{among}, {often}: --ignore {as_flag(name)} leaves it out"
+        )
     return notes
 
 

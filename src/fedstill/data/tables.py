@@ -2,7 +2,7 @@
 
 The separator is the first of tab, semicolon and comma that divides the beginning of the file into rows of equal length. A number
 may have a decimal comma where a comma does not separate, all such numbers of the file alike and at least one of them beyond
-doubt (`1,5`; `1,234` alone may be a thousand). A cell that is empty, or NA, N/A, NaN, null or ?, is a gap.
+doubt (`1,5`; `1,234` alone may be a thousand). A cell that is empty, or NA, N/A, #N/A, <NA>, NaN, null, None or ?, is a gap.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ LABELS = ("label", "y")
 LONGEST_LINE = 16 << 20  # bytes
 SEPARATORS = ("\t", ";", ",")
 BEGINNING = 1 << 16  # bytes that the separator is found in
-GAPS = ("", "na", "n/a", "nan", "null", "?")
+GAPS = ("", "na", "n/a", "#n/a", "<na>", "nan", "null", "?")  # in any case
+NONE = "None"  # a gap as Python writes it; `none` may be an answer
 DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+(?:[eE][+-]?\d+)?")
 THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2},\d{3}")  # a decimal comma, or a thousand
 
@@ -175,7 +176,7 @@ class _Reader:
 
     def _value(self, line: int, column: int, cell: str) -> float:
         """Return a cell's number, or the number of its text."""
-        if column in self.skipped or cell.lower() in GAPS:
+        if column in self.skipped or cell.lower() in GAPS or cell == NONE:
             return np.nan
         value = self._as_number(line, column, cell)
         if column not in self.texts:
