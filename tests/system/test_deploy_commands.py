@@ -163,6 +163,8 @@ def test_requests_and_kits_that_are_not_right_are_refused(here: Path, capsys: An
         message = said(capsys, *words, status=2)
         assert message.startswith("fedstill: "), name
         assert message.count("\n") == 1, name
+    owner = said(capsys, "hub", "run", "fedavg", "--folder", "hub", "--split", "70/30", status=2)
+    assert "--split = '70/30': should be left out: a site's owner says it (fedstill site start --split)" in owner
     # a certificate that another root of the same name has signed
     kit = Hub.at(Path("false")).approve(Path("clinic-one.request").read_text(), "x")
     assert Site.at(Path("one")).join(json.dumps(kit), "x").hub == "study"  # hence the fingerprint

@@ -20,9 +20,11 @@ from fedstill.data.columns import Columns
 from fedstill.data.federation import Client
 from fedstill.data.preprocess import fit
 from fedstill.deploy import audit
+from fedstill.deploy import hub as hubs
 from fedstill.deploy.data import SiteData
+from fedstill.deploy.disclosure import FEWEST, told
 from fedstill.deploy.hub_server import parse_about
-from fedstill.deploy.preparation import FEWEST, Agreed, agree, prepare
+from fedstill.deploy.preparation import Agreed, agree, prepare
 from fedstill.deploy.site import SiteClient
 from fedstill.run.experiment import Experiment
 
@@ -165,6 +167,89 @@ def test_what_leaves_a_site_is_sums(party: Hospitals) -> None:
     assert kept["agreed"]["rules"]["normalise"] == "federated"
 
 
+@pytest.mark.parametrize(
+    "rules", [{"impute": "median", "normalise": "site"}, {"impute": "drop"}], ids=lambda rules: "-".join(rules.values())
+)
+def test_no_sum_of_numbers_leaves_a_site_without_a_rule_that_needs_it(party: Hospitals, rules: dict[str, str]) -> None:
+    """One question alone: of numbers nothing, of a category whether it occurs; a site refuses a second one."""
+    for name in NAMES:
+        party.start(name)
+    party.run(fs.FedAvg(), rounds=1, encode="onehot", **rules)
+    sent = party.sent()
+    assert sorted(name for name, _ in sent) == sorted(NAMES)
+    for name, answer in sent:
+        assert answer["sums"].keys() == {"count", "total"}
+        assert answer["sums"]["total"] == [0, float(name == "c"), 1, 1, 0]
+        assert answer["sums"]["count"] == [0, *[answer["sizes"]["train"]] * 3, 0]
+    kept = json.loads((party.folder / "run" / "deployment.json").read_text())["preparation"]
+    question = {"agreed": kept["agreed"], "mean": [0.0] * 5}
+    with pytest.raises(InputError, match=r"mean = of the hub: should be left out: impute .* need no sums of numbers"):
+        SiteClient(party.folder / "d", party.own("a")).prepare(json.dumps(question).encode())
+
+
+def test_squares_leave_a_site_only_for_a_deviation(party: Hospitals) -> None:
+    for name in NAMES:
+        party.start(name)
+    party.run(fs.FedAvg(), rounds=1, impute="mean", encode="onehot")
+    squares = [answer["sums"]["squares"] for _, answer in party.sent() if "squares" in answer["sums"]]
+    assert squares == [[0.0] * 5] * 3
+
+
+@pytest.mark.parametrize("privacy", ["local", "central"])
+def test_nothing_is_asked_that_epsilon_does_not_count(privacy: str) -> None:
+    """Refused before a site is asked; a site that counts ε answers with numbers of samples alone."""
+    private: dict[str, Any] = {"privacy": privacy, "noise_multiplier": 1.0, "clip_norm": 1.0}
+    experiment = Experiment(method=fs.FedAvg(), encode="onehot", impute="drop", **private)
+    with pytest.raises(
+        InputError, match=f"encode = 'onehot': should be 'none' with privacy '{privacy}': ε does not count"
+    ):
+        hubs.check(experiment)
+    hubs.check(dataclasses.replace(experiment, encode="none"))
+
+
+def test_a_site_that_counts_gives_numbers_of_samples(tmp_path: Path) -> None:
+    rows = [f"{i if i % 3 else ''},{i % 2}" for i in range(30)]
+    (tmp_path / "a.csv").write_text("\n".join(["age,ill", *rows]))
+    site = SiteData.read(str(tmp_path / "a.csv"))
+    agreed = agree(Preprocessing(impute="drop"), ["a"], [site.about()])
+    assert agreed is not None
+    asked = json.dumps({"agreed": agreed.to_dict()}).encode()
+    answer = json.loads(SiteClient(tmp_path / "site", site, max_epsilon=3.0).prepare(asked))
+    assert answer == {"sizes": {"train": 16, "test": 4}}
+
+
+def test_texts_of_few_patients_stay_at_a_site(tmp_path: Path) -> None:
+    """A forgotten --ignore is refused before the hub hears of it; what its owner names is sent, and said."""
+    rows = [f"{'ann' if i < 26 else 'zoe'} {i},{30 + i},{'fm'[i % 2]},{'ill' if i % 3 else 'well'}" for i in range(40)]
+    path = tmp_path / "a.csv"
+    path.write_text("\n".join(["full name,age,sex,diagnosis", *rows]))
+    with pytest.raises(InputError) as caught:
+        SiteData.read(str(path))
+    said = (
+        "column 'full name' = 40 of its 40 texts that fewer than 5 rows have: should be left out (--ignore 'full name')"
+    )
+    assert str(caught.value).startswith(said)
+    assert "ann" not in str(caught.value)
+    own = SiteData.read(str(path), ignore="full name")
+    assert own.about()["table"]["columns"]["categories"] == [None, ["f", "m"]]
+    assert own.raw is not None
+    assert told(own.raw.data) == [
+        "the hub is told the texts of sex: f, m",
+        "the hub is told the names of ill, well as what is learned",
+    ]
+    named = SiteData.read(str(path), encode="onehot:full name")
+    assert len(named.about()["table"]["columns"]["categories"][0]) == 40
+    assert named.raw is not None
+    assert "ann 0, ann 1, ann 10, ann 11, ann 12, ann 13 and 34 more" in told(named.raw.data)[1]
+    for few in (4, 5):
+        path.write_text("\n".join(["ward,age,ill", *(f"{'b' if i < few else 'a'},{i},{i % 2}" for i in range(40))]))
+        if few < 5:
+            with pytest.raises(InputError, match="column 'ward' = 1 text that fewer than 5 rows have"):
+                SiteData.read(str(path))
+        else:
+            SiteData.read(str(path))
+
+
 def test_totals_are_kept_and_not_asked_for_again(party: Hospitals) -> None:
     for name in NAMES:
         party.start(name)
@@ -174,8 +259,6 @@ def test_totals_are_kept_and_not_asked_for_again(party: Hospitals) -> None:
     party.stop()
     for name in NAMES:
         party.start(name)
-    from fedstill.deploy import hub as hubs
-
     experiment = Experiment(method=fs.SCAFFOLD(), **{**HELD, "rounds": 2, **RULES})
     assert not party.hub_server.wait_for(NAMES, 20)
     again = hubs.run(party.hub_server, experiment, NAMES, party.folder / "run", rounds=4)
@@ -208,7 +291,7 @@ def test_what_does_not_fit_is_one_line(party: Hospitals, tmp_path: Path) -> None
     with pytest.raises(TrainingError, match=says):
         party.run(fs.FedAvg(), **RULES)
     party.stop("c")
-    (party.tables / "c.csv").write_text("patient;age;pressure;sex;diagnosis\nx;1;2;f;ill\ny;2;3;m;well\nz;3;4;m;well\n")
+    (party.tables / "c.csv").write_text("patient;age;pressure;sex;diagnosis\n" + 5 * "x;1;2;f;ill\ny;2;3;m;well\n")
     party.start("c")
     party.hub_server.sites.pop("c")
     with pytest.raises(
@@ -250,6 +333,52 @@ def test_arrays_are_scaled_too(tmp_path: Path) -> None:
         )  # float32 samples of two ways to compute them
 
 
+def test_normalise_none_holds_for_images_too(tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    x, y = rng.integers(0, 256, (40, 1, 4, 4)).astype(np.uint8), np.arange(40) % 2
+    np.savez(tmp_path / "a.npz", train_x=x[:30], train_y=y[:30], test_x=x[30:], test_y=y[30:])
+    site = SiteData.read(str(tmp_path / "a.npz"))
+    assert agree(Preprocessing(), ["a"], [site.about()]) is None
+    agreed = agree(Preprocessing(normalise="none"), ["a"], [site.about()])
+    assert agreed is not None
+    client = SiteClient(tmp_path / "site", site)
+    prepared = prepare(agreed, ["a"], lambda body: {"a": client.prepare(body)})
+    assert prepared.totals is None
+    made = site.under(prepared.for_sites()).client
+    assert torch.equal(made.x_train, torch.from_numpy(x[:30]).float() / 255)
+    assert torch.equal(made.x_test, torch.from_numpy(x[30:]).float() / 255)
+
+
+def test_a_column_without_values_at_one_site_has_the_categories_of_others(tmp_path: Path) -> None:
+    abouts = []
+    for name, stage in (("a", ""), ("b", "1")):
+        (tmp_path / f"{name}.csv").write_text("age,stage,y\n" + f"1,{stage},0\n2,{stage},1\n" * 10)
+        abouts.append(SiteData.read(str(tmp_path / f"{name}.csv"), encode="onehot:stage").about())
+    agreed = agree(Preprocessing(encode="onehot", impute="mean"), ["a", "b"], abouts)
+    assert agreed is not None
+    assert agreed.columns is not None
+    assert agreed.columns.features == ("age", "stage=1")
+    own = SiteData.read(str(tmp_path / "a.csv"), encode="onehot:stage").raw
+    assert own is not None
+    assert own.under(agreed).values.data.columns == agreed.columns
+    assert np.isnan(own.under(agreed).data.x[:, 1]).all()
+
+
+def test_samples_without_a_label_are_said_and_refused_without_a_rule(tmp_path: Path) -> None:
+    rows = [f"{i},{'' if i < 3 else i % 2}" for i in range(30)]
+    (tmp_path / "a.csv").write_text("\n".join(["age,ill", *rows]))
+    own = SiteData.read(str(tmp_path / "a.csv"))
+    assert own.raw is not None
+    (line,) = told(own.raw.data)
+    assert line.startswith("left out: 3 of 30 samples, without a label")
+    about = parse_about({**own.about(), "machine": {"clock": 0, "memory": 0, "disk": 0}})
+    assert about["table"]["unlabelled"] == 3
+    with pytest.raises(InputError, match=r"impute = 'none': should be .*: site 'a' has 3 without a label"):
+        agree(Preprocessing(), ["a"], [about])
+    for impute in ("drop", "mean"):
+        assert agree(Preprocessing(impute=impute), ["a"], [about]) is not None
+
+
 def test_sums_that_are_none_are_one_line(party: Hospitals) -> None:
     """Of a site that answers with something else, and of a hub that asks for something else."""
     sites = {name: party.own(name) for name in NAMES}
@@ -272,15 +401,27 @@ def test_sums_that_are_none_are_one_line(party: Hospitals) -> None:
         b'{"sizes": {}, "sums": 3}',
         changed(count=[1, 2]),
         changed(total="x"),
+        changed(total=[1.7e308] * 5),
+        json.dumps({**good, "sums": []}).encode(),
+        json.dumps({**good, "sums": {**good["sums"], "count": 5}}).encode(),
+        json.dumps({"sizes": good["sizes"]}).encode(),
     ):
         with pytest.raises(TrainingError, match="site b: its") as caught:
             prepare(agreed, NAMES, lambda body, wrong=wrong: {**right, "b": wrong})  # type: ignore[misc]
+        with pytest.raises(TrainingError, match="site b: its"):  # also where it is the first
+            prepare(agreed, ["b", "a", "c"], lambda body, wrong=wrong: {**right, "b": wrong})  # type: ignore[misc]
         assert str(caught.value).isprintable()
     for question in (b"", b"[1]", b"{}", json.dumps({"agreed": {**agreed.to_dict(), "rules": {}}}).encode()):
         with pytest.raises(InputError, match="question = of the hub: should be"):
             clients["a"].prepare(question)
     with pytest.raises(InputError, match="mean = 2 numbers: should be 5, one for each feature"):
         clients["a"].prepare(json.dumps({"agreed": agreed.to_dict(), "mean": [0.0, 1.0]}).encode())
+    with pytest.raises(InputError, match="mean = of the hub: should be of numbers that fit float32"):
+        clients["a"].prepare(json.dumps({"agreed": agreed.to_dict(), "mean": [1e308] * 5}).encode())
+    images = Agreed(Preprocessing(normalise="federated"), None, ())
+    for sums in ([], {"count": 5}, {}, 3):
+        with pytest.raises(TrainingError, match="site b: its sums should be"):
+            prepare(images, ["b"], lambda body, sums=sums: {"b": json.dumps({**good, "sums": sums}).encode()})  # type: ignore[misc]
     short = {"count": [3.0], "mean": [0.0], "std": [1.0]}
     for totals in ({}, {"totals": short}, {"totals": {**short, "std": [0.0]}}, {"totals": 3}):
         with pytest.raises(InputError, match="= of the hub: should be"):

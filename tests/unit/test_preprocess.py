@@ -69,11 +69,18 @@ def test_sums_from_a_site_are_checked() -> None:
     for name in ("count", "total", "squares"):
         assert np.array_equal(getattr(again, name), getattr(part, name))
     good = part.to_dict()
+    largest = float(np.finfo(np.float32).max)
+    extremes = deviations([np.array([[largest, 0.0], [-largest, 0.0]])], np.array([largest, 0.0]))
+    Sums.from_dict(json.loads(json.dumps(extremes.to_dict())), 2, squares=True)
     for wrong in (
         {"count": [-1.0, 5.0]},
         {"count": [0.5, 5.0]},
         {"total": [1.0]},
         {"squares": [-1.0, 1.0]},
+        {"total": [1.7e308, 0.0]},
+        {"total": [-3.5e39, 0.0]},
+        {"squares": [1.7e308, 0.0]},
+        {"count": [1e300, 5.0]},
         {"total": "x"},
     ):
         with pytest.raises(Unreadable):
@@ -188,7 +195,9 @@ def test_a_column_that_a_site_has_no_value_of(tmp_path: Path) -> None:
     assert made[:, 0].tolist() == pytest.approx([-(1.5**0.5), 0, 1.5**0.5])
     (tmp_path / "b.csv").write_text("age,bp,y\n30,,0\n40,,1\n50,120,0\n")
     data = load(tmp_path, preprocessing=Preprocessing(impute="mean"))
-    with pytest.raises(InputError, match="impute = mean of bp: should be another rule: no site has in its training"):
+    with pytest.raises(
+        InputError, match="impute = mean of bp: should be another rule: no site has a value in its training"
+    ):
         fit(data, [np.arange(3), np.arange(3, 5)])
 
 
@@ -330,6 +339,103 @@ def test_a_new_table_is_prepared_as_the_clients_was(tmp_path: Path, rules: dict[
             InputError, match="client = none: should be a client: the run prepared each site's samples by"
         ):
             read(tmp_path / "a" / "lyon.csv", outline)
+
+
+def outline_of(path: Path, **rules: str) -> Outline:
+    """What a run of two clients keeps of a source."""
+    data = load(path, preprocessing=Preprocessing(**rules))
+    return Outline.of(Federation.from_dataset(data, partition="iid", clients=2))
+
+
+def stages(path: Path, header: str) -> Path:
+    rows = [f"{30 + i},{1 + i % 3},{'fm'[i % 2]},{i % 2}" for i in range(30)]
+    path.write_text("\n".join([*([header] if header else []), *rows]))
+    return path
+
+
+def test_a_number_is_the_category_of_that_name(tmp_path: Path) -> None:
+    """Not the category of that index, where a file has no header; arrays do not say which it is."""
+    outline = outline_of(stages(tmp_path / "a.csv", "age,stage,sex,ill"), encode="onehot:stage")
+    new = tmp_path / "new.csv"
+    for header, text in (("", "1,2.0,3"), ("age,stage,sex", "1,2.0,3")):
+        for k, stage in enumerate(text.split(",")):
+            new.write_text(f"{header}\n40,{stage},f\n41,{stage},m\n".lstrip())
+            made = read(new, outline)
+            assert made.x.tolist() == [[40, *np.eye(3)[k].tolist(), 1, 0], [41, *np.eye(3)[k].tolist(), 0, 1]]
+            assert made.notes == ()
+    np.savez(tmp_path / "new.npz", x=np.array([[40, 1, 0]], np.float32))
+    with pytest.raises(
+        InputError, match="should be a CSV file: the run has categories in stage, sex, which arrays do not"
+    ):
+        read(tmp_path / "new.npz", outline)
+    new.write_text("40,1,f,0\n")
+    with pytest.raises(InputError, match="with a header, or 3 columns as the run's features"):
+        read(new, outline)
+
+
+def test_unknown_categories_are_said(tmp_path: Path) -> None:
+    outline = outline_of(stages(tmp_path / "a.csv", "age,stage,sex,ill"), encode="onehot:stage")
+    (tmp_path / "new.csv").write_text("age,stage,sex\n40,4,d\n41,2,d\n42,,f\n")
+    own = read(tmp_path / "new.csv", outline)
+    assert own.notes == (
+        "categories that the run does not know are zeros in all features of their column: stage 1, sex 2",
+    )
+    assert own.x.tolist() == [[40, 0, 0, 0, 0, 0], [41, 0, 1, 0, 0, 0], [42, 0, 0, 0, 1, 0]]
+    (tmp_path / "b.csv").write_text("age,stage,sex,ill\n40,4,d,1\n41,2,d,0\n")
+    e = fs.Experiment(
+        data=str(tmp_path / "a.csv"),
+        external=str(tmp_path / "b.csv"),
+        encode="onehot:stage",
+        clients=2,
+        partition="iid",
+    )
+    notes = federation_of(e).notes
+    assert notes[-1].startswith("external: categories that the run does not know")
+    assert notes[-1].endswith(": stage 1, sex 2")
+
+
+def test_only_the_label_of_the_run_is_the_truth(tmp_path: Path) -> None:
+    """A coordinate y is none, where the run has named its label; without a name y and label are."""
+    path = stages(tmp_path / "a.csv", "age,stage,sex,ill")
+    outline = outline_of(path, encode="onehot", label="ill")
+    (tmp_path / "new.csv").write_text("y,age,stage,sex,label\n7,40,1,f,x\n8,41,2,m,x\n")
+    assert read(tmp_path / "new.csv", outline).y is None
+    (tmp_path / "new.csv").write_text("y,age,stage,sex,ill\n7,40,1,f,1\n8,41,2,m,0\n")
+    own = read(tmp_path / "new.csv", outline)
+    assert own.y is not None
+    assert own.y.tolist() == [1, 0]
+    usual = outline_of(stages(tmp_path / "b.csv", "age,stage,sex,label"), encode="onehot")
+    (tmp_path / "new.csv").write_text("y,age,stage,sex\n1,40,1,f\n0,41,2,m\n")
+    own = read(tmp_path / "new.csv", usual)
+    assert own.y is not None
+    assert own.y.tolist() == [1, 0]
+
+
+def test_tables_without_a_header_are_predicted_with(tmp_path: Path) -> None:
+    """By the place of the columns: as many as the features, or one more, the label."""
+    outline = outline_of(stages(tmp_path / "a.csv", ""), encode="onehot", normalise="federated")
+    new = tmp_path / "new.csv"
+    new.write_text("40,1,f\n41,2,m\n")
+    plain = read(new, outline)
+    assert plain.y is None
+    assert plain.x[:, 2:].tolist() == [[1, 0], [0, 1]]
+    new.write_text("40,1,f,1\n41,2,m,0\n")
+    scored = read(new, outline)
+    assert torch.equal(scored.x, plain.x)
+    assert scored.y is not None
+    assert scored.y.tolist() == [1, 0]
+    new.write_text("label,age,stage,sex\n1,40,1,f\n0,41,2,m\n")
+    named = read(new, outline)
+    assert torch.equal(named.x, plain.x)
+    assert named.y is not None
+    assert named.y.tolist() == [1, 0]
+    new.write_text("40,1,f,1,5\n")
+    with pytest.raises(InputError, match=r"with 3 columns as the run's features, or 4 with a label \(it has 5\)"):
+        read(new, outline)
+    new.write_text("40,old,f\n41,2,m\n42,3,f\n")
+    with pytest.raises(InputError, match="column 2 = 'old': should be a number") as caught:
+        read(new, outline)
+    assert "--" not in str(caught.value), "predict has no such flag"
 
 
 def test_a_damaged_record_is_refused(tmp_path: Path) -> None:

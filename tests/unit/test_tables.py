@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedstill.core.errors import InputError
-from fedstill.data import Preprocessing, load
+from fedstill.data import Federation, Preprocessing, load
 from fedstill.data.columns import Columns
 from fedstill.data.gather import gather
 from fedstill.data.tables import GAPS, MOST_TEXTS, read_table
@@ -56,9 +56,26 @@ SEMICOLON = PLAIN.replace(",", ";").replace("o'hara; bob", "o'hara, bob")
         "\n".join(";".join(f'"{cell}"' for cell in row) for row in csv.reader(io.StringIO(PLAIN))) + "\n\n",
         PLAIN.replace(",,", ", NA ,"),
         PLAIN.replace(",,", ",?,"),
+        PLAIN.replace(",,", ",#N/A,"),
+        PLAIN.replace(",,", ",<NA>,"),
+        PLAIN.replace(",,", ",None,"),
         PLAIN.replace("\n", "\r"),
     ],
-    ids=["commas", "BOM, CRLF", "semicolons", "decimal commas", "tabs", "tabs, commas", "all quoted", "NA", "?", "CR"],
+    ids=[
+        "commas",
+        "BOM, CRLF",
+        "semicolons",
+        "decimal commas",
+        "tabs",
+        "tabs, commas",
+        "all quoted",
+        "NA",
+        "?",
+        "#N/A",
+        "<NA>",
+        "None",
+        "CR",
+    ],
 )
 def test_the_same_table_however_it_is_written(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.csv").write_text(text, encoding="utf-8", newline="")
@@ -116,6 +133,31 @@ def test_labels_and_columns_are_chosen_by_name(tmp_path: Path) -> None:
     assert one.x.tolist() == [[1, 1], [2, 1]]
 
 
+def test_labels_are_of_the_rows_that_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("age,a,b\n1,0,1\n2,,1\n3,1,1\n")
+    data = load(path, preprocessing=Preprocessing(label="a,b", impute="drop"))
+    assert data.objective == "multilabel"
+    assert data.y.tolist() == [[0, 1], [1, 1]]
+    assert data.unlabelled == 1
+    path.write_text("age,a\n1,\n2,?\n")
+    says = "label = 'a': should be a column with values in a.csv: none of its 2 samples has a label"
+    for impute in ("mean", "drop"):
+        assert says in refused(path, label="a", impute=impute)
+
+
+def test_a_column_that_nobody_has_a_value_of(tmp_path: Path) -> None:
+    """One line, also where it is to be of categories; at one of several sites it has those of the others."""
+    (tmp_path / "a.csv").write_text("age,stage,y\n" + "1,,0\n2,,1\n" * 5)
+    rules = Preprocessing(encode="onehot:stage", impute="mean")
+    with pytest.raises(InputError, match="impute = mean of stage: should be another rule: no site has a value in its"):
+        Federation.from_dataset(load(tmp_path / "a.csv", preprocessing=rules), partition="iid", clients=2)
+    (tmp_path / "b.csv").write_text("age,stage,y\n" + "1,1,0\n2,2,1\n" * 5)
+    data = load(tmp_path, preprocessing=rules)
+    assert data.columns is not None
+    assert data.columns.features == ("age", "stage=1", "stage=2")
+
+
 GAPPY = "age,sex,bp,diag\n34,f,120,ill\n50,m,,well\n61,f,NA,ill\n40,m,130,\n"
 MANY = "a,y\n1,0\n" + "".join(f"t{i},0\n" for i in range(MOST_TEXTS + 3))
 REFUSED = {
@@ -135,7 +177,7 @@ REFUSED = {
     "mixed labels": ("a,b,y\n1,2,x\n1,2,3\n", {}, "line 3, column 3 (y) = '3': should be the name of a class"),
     "names of several": ("a,y,z\n1,p,0\n2,q,1\n", {"label": "y,z"}, "line 2, column 2 (y) = 'p': should be a number, 0 or 1"),
     "too large": ("a,y\n1e39,0\n", {}, "line 2, column 1 (a) = 1e+39: should be a finite number that fits float32"),
-    "too many texts": (MANY, {"encode": "onehot"}, "should be one of at most 1,000 texts in a column; --ignore leaves"),
+    "too many texts": (MANY, {"encode": "onehot"}, "should be one of at most 1,000 texts in a column; --ignore a leaves"),
     "nothing left": ("a,y\n,0\n,1\n", {"impute": "drop"}, "impute = 'drop': should be another rule: no sample of a.csv is"),
 }  # fmt: skip
 
@@ -163,6 +205,19 @@ def test_sites_must_have_the_same_columns_of_the_same_kinds(tmp_path: Path) -> N
     assert np.isnan(gaps.x.ravel()).tolist() == [False, False, True, True]
 
 
+def test_equal_numbers_are_one_category(tmp_path: Path) -> None:
+    """pandas writes 1.0 where a column has a gap, and files say true in three ways; codes with zeros stay texts."""
+    (tmp_path / "a.csv").write_text("stage,smoker,zip,y\n1,True,01234,0\n2,False,1234,1\n3,True,01234,1\n")
+    (tmp_path / "b.csv").write_text("stage;smoker;zip;y\n1,0;TRUE;01234;0\n2,0;false;1234,0;1\n;true;01234;1\n")
+    rules = Preprocessing(encode="onehot:stage,zip", impute="mean")
+    data = load(tmp_path, preprocessing=rules)
+    assert data.columns is not None
+    assert data.columns.categories == (("1", "2", "3"), ("false", "true"), ("01234", "1234"))
+    assert str(data.x[:, 0].tolist()) == "[0.0, 1.0, 2.0, 0.0, 1.0, nan]"
+    assert data.x[:, 1].tolist() == [1, 0, 1, 1, 0, 1]
+    assert data.x[:, 2].tolist() == [0, 1, 0, 0, 1, 0]
+
+
 def test_what_is_no_table_takes_no_rules_of_tables(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.zeros((4, 2), np.float32), y=[0, 1, 0, 1])
     assert "encode = 'onehot': should be left out: a.npz is no CSV file" in refused(tmp_path, encode="onehot")
@@ -175,6 +230,39 @@ def test_what_is_no_table_takes_no_rules_of_tables(tmp_path: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(InputError, match=says):
             Preprocessing(**rules)
+
+
+def test_a_name_with_a_comma_is_quoted_as_in_csv(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('"weight, kg",age,"say ""hi""",y\nx,1,z,0\nw,2,z,1\n')
+    assert "(--ignore '\"weight, kg\"' leaves it out)" in refused(tmp_path / "a.csv")
+    assert "'weight, kg' is there" not in refused(tmp_path / "a.csv", ignore='"weight, kgs",age')
+    data = load(tmp_path / "a.csv", preprocessing=Preprocessing(ignore='"weight, kg", "say ""hi"""'))
+    assert data.columns is not None
+    assert data.columns.names == ("age",)
+    (tmp_path / "a.csv").write_text('"weight, kg",age,y\n1,1,0\n2,2,1\n')
+    data = load(tmp_path / "a.csv", preprocessing=Preprocessing(label='"weight, kg"', encode='onehot:age,"y"'))
+    assert data.label_columns == ("weight, kg",)
+    assert data.columns == Columns(("age", "y"), (("1", "2"), ("0", "1")))
+
+
+def test_a_column_of_many_texts_is_said(tmp_path: Path) -> None:
+    rows = [f"ann {i},w{i % 21},{'fm'[i % 2]},{i % 2}" for i in range(60)]
+    (tmp_path / "a.csv").write_text("\n".join(["full name,ward,sex,y", *rows]))
+    assert load(tmp_path / "a.csv", preprocessing=Preprocessing(encode="onehot")).notes == (
+        "full name has 60 texts in 60 samples, nearly every sample has its own: --ignore 'full name' leaves it out",
+        "ward has 21 texts in 60 samples, a feature for each: --ignore ward leaves it out",
+    )
+    (tmp_path / "b.csv").write_text("crp,stage,y\n" + "<5,1,0\n<5,I,1\n7.2,II,0\n<5,,1\n" * 9)
+    found = load(tmp_path / "b.csv", preprocessing=Preprocessing(encode="onehot:stage", impute="mean"))
+    assert found.notes == (
+        "crp has 2 texts in 36 samples, 1 of them numbers (7.2), a feature for each: --ignore crp leaves it out",
+    )
+    (tmp_path / "c.csv").write_text("drug,y\nnone,0\nNone,1\naspirin,1\n")
+    kept = load(tmp_path / "c.csv", preprocessing=Preprocessing(encode="onehot", impute="mean"))
+    assert kept.columns is not None
+    assert kept.columns.categories == (("aspirin", "none"),), "an answer, while None is Python's gap"
+    fewer = load(tmp_path / "a.csv", preprocessing=Preprocessing(encode="onehot", ignore="full name,ward"))
+    assert fewer.notes == ()
 
 
 CELLS = st.one_of(
@@ -208,6 +296,8 @@ def test_any_table_is_read_cell_by_cell(tmp_path_factory: Any, rows: list[list[s
             if cell.strip().lower() in GAPS:
                 assert np.isnan(value)
             elif kinds is not None:
-                assert kinds[int(value)] == cell.strip()
+                kind, text = kinds[int(value)], cell.strip()
+                number = text.replace(",", ".") if separator != "," else text
+                assert kind == text or float(kind) == float(number)
             else:
                 assert value == float(cell.replace(",", ".") if separator != "," else cell)

@@ -17,6 +17,7 @@ from ..data import Federation
 from ..deploy import audit, demo, hub, jobs, process, web
 from ..deploy.certificates import fingerprint, read
 from ..deploy.data import SiteData
+from ..deploy.disclosure import told
 from ..deploy.folders import Hub, Site
 from ..deploy.privacy_log import secret_in
 from ..deploy.process import Settings
@@ -24,7 +25,7 @@ from ..methods import get
 from ..run import simulation
 from ..run.experiment import Experiment
 from . import flags, train
-from .deployment import BOTH, HUB, OPTIONS, PORT, SITE, START, SWITCHES
+from .deployment import BOTH, HUB, OPTIONS, PORT, SITE, SITE_ONLY, START, SWITCHES
 from .job import plan
 from .screen import say
 
@@ -69,6 +70,10 @@ def _asked(given: Mapping[str, Any], words: Sequence[str]) -> tuple[Hub, Experim
     """Return the hub, the experiment and the sites that a command names; the hub must be at work."""
     (what,) = _words(words, "METHOD|FILE.toml")
     made = Hub.at(_folder(given, HUB))
+    for name in SITE_ONLY:
+        if name in given:
+            flag = flags.flag(name)
+            raise InputError(flag, given[name], f"left out: a site's owner says it (fedstill site start {flag})")
     base = train._base(what)
     settings = {name for name in given if name in BOTH or (name not in OPTIONS and name not in SWITCHES)}
     own = {name: value for name, value in given.items() if name in settings}
@@ -223,8 +228,11 @@ def _site_start(given: Mapping[str, Any], words: Sequence[str]) -> None:
     else:
         raise InputError("--data", Shown("nothing"), "an npz or CSV file, or a folder: this site's own samples")
     settings.policy()
-    sizes = SiteData.read(**settings.reading()).about()["sizes"]
+    own = SiteData.read(**settings.reading())
+    sizes = own.about()["sizes"]
     process.check_stopped("site", site.folder)
+    for line in [] if own.raw is None else told(own.raw.data):
+        say(line)
     settings.write(site.folder)
     if "foreground" in given:
         process.foreground("site", site.folder)

@@ -40,6 +40,16 @@ OPTIONS = {  # by flag: its value's name, and its help
     ),
 }
 BOTH = ("label", "ignore", "encode")  # options of a site that are settings of an experiment, too
+SITE_ONLY = (
+    "data",
+    "split",
+    "objective",
+    "site_device",
+    "monitor",
+    "save_every_epochs",
+    "save_every_steps",
+    "max_epsilon",
+)
 SWITCHES = {
     "foreground": "stay in this terminal, as a service manager wants it",
     "audit": "keep all replies (at a site: all orders), so that rounds can be done again: a model for each client and round",

@@ -108,6 +108,8 @@ def predict(argv: Sequence[str]) -> None:
         raise InputError("--out", given["out"], "a file that ends in .csv")
     client = _client(given)
     predictions = ask(_run(folder), given["data"], client)
+    for note in predictions.notes:
+        say(note)
     rows = list(predictions.rows())
     if out is not None:
         files.write(out, to_csv(rows).encode())

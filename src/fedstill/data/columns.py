@@ -6,6 +6,7 @@ sites, sorted, so that the form of a sample does not depend on the division into
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,26 @@ from .targets import Array
 LONGEST_NAME = 200  # signs of a column, a class or a category
 MOST_TEXTS = 1000  # different texts in a column
 MOST_FEATURES = 1 << 18  # and columns of a file
+
+
+NUMBER = re.compile(r"[+-]?(?:0|[1-9]\d*)(?:[.,]\d+)?")
+
+
+def as_category(cell: str, comma: bool = False) -> str:
+    """Return the category of a cell: equal numbers are one category, and so are the spellings of true and false.
+
+    Numbers with leading zeros or an exponent are codes, and stay as they are. With `comma` there are decimal commas.
+
+    >>> [as_category(cell) for cell in ("1", "1.0", "+1.50", "-0.0", "007", "1E05", "TRUE", "True", "I, 2")]
+    ['1', '1', '1.5', '0', '007', '1E05', 'true', 'true', 'I, 2']
+    """
+    if cell.lower() in ("true", "false"):
+        return cell.lower()
+    if not NUMBER.fullmatch(cell) or ("," in cell and not comma):
+        return cell
+    whole, _, part = cell.replace(",", ".").lstrip("+").partition(".")
+    text = f"{whole}.{part.rstrip('0')}".rstrip(".")
+    return "0" if text == "-0" else text
 
 
 @dataclass(frozen=True)
@@ -65,6 +86,15 @@ class Columns:
                 out[rows, start + x[rows, j].astype(np.int64)] = 1.0
             start += 1 if kinds is None else len(kinds)
         return out
+
+    def unknown(self, x: Array, other: Columns) -> dict[str, int]:
+        """Return how many values of rows with these columns are of categories that others do not have, by column."""
+        out: dict[str, int] = {}
+        for j, (name, kinds, known) in enumerate(zip(self.names, self.categories, other.categories, strict=True)):
+            if kinds is not None and known is not None:
+                new = [i for i, kind in enumerate(kinds) if kind not in known]
+                out[name] = int(np.isin(x[:, j], new).sum())
+        return {name: count for name, count in out.items() if count}
 
     def recoded(self, x: Array, other: Columns) -> Array:
         """Return rows with these columns as rows of others of the same names: categories that those do not have become gaps."""

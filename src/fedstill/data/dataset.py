@@ -60,6 +60,7 @@ class Dataset:
     label_columns: tuple[str, ...] = ()  # the names of the columns of labels
     transform: Transform | None = None
     notes: tuple[str, ...] = ()  # what was left out, in words
+    unlabelled: int = 0  # samples of tables that were left out for want of a label
 
     def __post_init__(self) -> None:
         for x, y, field in ((self.x, self.y, "x"), (self.test_x, self.test_y, "test_x")):

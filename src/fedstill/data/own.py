@@ -32,6 +32,7 @@ class Own:
     x: Rows
     y: torch.Tensor | None
     where: tuple[str, ...]
+    notes: tuple[str, ...] = ()  # what the run does not know
 
 
 def read(path: str | Path, outline: Outline, client: int | None = None, memory_map: str = mapped.AUTO) -> Own:
@@ -39,11 +40,12 @@ def read(path: str | Path, outline: Outline, client: int | None = None, memory_m
     made = outline.preparation
     transform = None if made is None else made.of(client)
     place = Path(path)
+    notes: list[str] = []
     try:
         if place.is_dir():
-            x, y, where = _folder(place, outline, memory_map)
+            x, y, where = _folder(place, outline, memory_map, notes)
         elif place.suffix.lower() in ARRAYS:
-            x, y, where = _arrays([place], outline)
+            x, y, where = _arrays([place], outline, notes)
         elif place.suffix.lower() in SUFFIXES:
             x, y, where = _images([place], None, place.parent, outline)
         else:
@@ -53,7 +55,7 @@ def read(path: str | Path, outline: Outline, client: int | None = None, memory_m
     columns = None if made is None else made.columns
     if columns is not None and transform is not None and x.shape[1:] == (len(columns.names),):
         made_alike = torch.from_numpy(transform.apply(columns.expand(x)))
-        return Own(made_alike, None if y is None else torch.from_numpy(y), where)
+        return Own(made_alike, None if y is None else torch.from_numpy(y), where, tuple(notes))
     if tuple(x.shape[1:]) != outline.shape:
         raise InputError(
             "data",
@@ -68,10 +70,12 @@ def read(path: str | Path, outline: Outline, client: int | None = None, memory_m
     return Own(alike.rows(), None if y is None else torch.from_numpy(y), where)
 
 
-def _folder(folder: Path, outline: Outline, memory_map: str) -> tuple[Array, Ints | None, tuple[str, ...]]:
+def _folder(
+    folder: Path, outline: Outline, memory_map: str, notes: list[str]
+) -> tuple[Array, Ints | None, tuple[str, ...]]:
     tables = silo_files(folder)
     if tables:
-        return _arrays(tables, outline)
+        return _arrays(tables, outline, notes)
     if is_class_folder(folder):
         paths, labels = [], []
         for child in folders_in(folder):
@@ -104,10 +108,16 @@ def _images(
     return decode(paths, size, folder, channels == 3, memory_map), labels, where
 
 
-def _arrays(paths: Sequence[Path], outline: Outline) -> tuple[Array, Ints | None, tuple[str, ...]]:
+def _arrays(paths: Sequence[Path], outline: Outline, notes: list[str]) -> tuple[Array, Ints | None, tuple[str, ...]]:
+    """Read files of one form; `notes` gets a line for each file with categories that the run does not know."""
     xs, ys, where = [], [], []
     for path in paths:
-        x, y = _csv(path, outline) if path.suffix.lower() == ".csv" else npz_samples(path)
+        if path.suffix.lower() == ".csv":
+            x, y, own = _csv(path, outline)
+            notes += own if len(paths) == 1 else [f"{path.name}: {note}" for note in own]
+        else:
+            x, y = npz_samples(path)
+            _check_columns(path, x, outline)
         xs.append(x if x.dtype == np.float64 and _table_of(outline) is not None else samples(str(path), x))
         if xs[-1].shape[1:] != xs[0].shape[1:]:
             raise wrong(
@@ -126,23 +136,33 @@ def _arrays(paths: Sequence[Path], outline: Outline) -> tuple[Array, Ints | None
     return np.concatenate(same_kind(xs)), np.concatenate(labelled) if labelled else None, tuple(where)
 
 
-def _csv(path: Path, outline: Outline) -> tuple[Array, Array | None]:
+def _csv(path: Path, outline: Outline) -> tuple[Array, Array | None, Sequence[str]]:
     """Read a CSV file. Without a column more than the samples have features, it has no labels."""
     columns, made = _table_of(outline), outline.preparation
     if columns is not None and made is not None:
-        return read_alike(path, columns, made.labels, made.rules)
+        alike = read_alike(path, columns, made.labels, made.rules)
+        return alike.x, alike.y, alike.notes
     found = gather([path], PLAIN)
     (x,), (last,) = found.xs, found.ys
     named = any(cell.lower() in ("label", "y") for cell in found.labels)
     if not named and last.dtype.kind != "U" and outline.shape == (x.shape[1] + 1,):
-        return np.column_stack([x, last]), None
-    return x, last
+        return np.column_stack([x, last]), None, ()
+    return x, last, ()
+
+
+def _check_columns(path: Path, x: Array, outline: Outline) -> None:
+    """Refuse arrays where the run has columns of categories: a number does not say which category it is."""
+    columns = _table_of(outline)
+    kinds = (
+        [] if columns is None else [n for n, k in zip(columns.names, columns.categories, strict=True) if k is not None]
+    )
+    if columns is not None and kinds and x.shape[1:] == (len(columns.names),):
+        raise wrong(path, f"a CSV file: the run has categories in {', '.join(kinds)}, which arrays do not name")
 
 
 def _table_of(outline: Outline) -> Columns | None:
-    """Return the columns of the run's tables, where their header has named them."""
-    columns = None if outline.preparation is None else outline.preparation.columns
-    return columns if columns is not None and columns.named else None
+    """Return the columns of the run's tables."""
+    return None if outline.preparation is None else outline.preparation.columns
 
 
 def _shape(shape: Sequence[int]) -> str:

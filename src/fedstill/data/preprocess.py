@@ -155,13 +155,20 @@ class Values:
                 pixels = np.moveaxis(x, 1, -1).reshape(-1, x.shape[1]).astype(np.float64)
                 yield pixels / 255 if x.dtype == np.uint8 else pixels
 
-    def first(self) -> Sums:
-        """Return the sums of the first exchange."""
-        return self._seen(sums(self.chunks()))
+    def first(self, numbers: bool = True) -> Sums:
+        """Return the sums of the first exchange: without `numbers`, only which categories there are samples of."""
+        found = self._seen(sums(self.chunks()))
+        if not numbers and self.data.columns is not None:
+            numeric = self.data.columns.numeric
+            found.count[numeric] = found.total[numeric] = 0.0
+        return found
 
-    def second(self, mean: Array) -> Sums:
-        """Return the sums of the second exchange."""
-        return self._seen(deviations(self.chunks(), mean))
+    def second(self, mean: Array, squares: bool = True) -> Sums:
+        """Return the sums of the second exchange, without those of `squares` where no deviation is wanted."""
+        found = self._seen(deviations(self.chunks(), mean))
+        if not squares and found.squares is not None:
+            found.squares[:] = 0.0
+        return found
 
     def _seen(self, found: Sums) -> Sums:
         """Return sums that say of a category only whether there is a sample of it."""
@@ -190,22 +197,35 @@ class Totals:
     std: Array
 
     @classmethod
-    def of(cls, first: Sums, second: Sums) -> Totals:
-        """Return what follows from the totals of both exchanges."""
+    def of(cls, first: Sums, second: Sums | None = None) -> Totals:
+        """Return what follows from the totals of both exchanges; without the second, which categories there are samples of."""
+        if second is None:
+            return cls(first.count, mean_of(first), np.ones(len(first.count)))
         return cls(first.count, *moments_of(mean_of(first), second))
 
 
-def totals(sites: Sequence[Values]) -> Totals:
-    """Exchange sums among sites that are all here."""
-    first = add([site.first() for site in sites])
+def totals(sites: Sequence[Values], numbers: bool = True, squares: bool = True) -> Totals:
+    """Exchange sums among sites that are all here: without `numbers`, only which categories there are samples of."""
+    first = add([site.first(numbers) for site in sites])
+    if not numbers:
+        return Totals.of(first)
     mean = mean_of(first)
-    return Totals.of(first, add([site.second(mean) for site in sites]))
+    return Totals.of(first, add([site.second(mean, squares) for site in sites]))
+
+
+def numbers_needed(rules: Preprocessing) -> bool:
+    """Return whether the rules need sums of numbers over all sites."""
+    return FEDERATED in (rules.fill_scope, rules.normalise)
+
+
+def squares_needed(rules: Preprocessing) -> bool:
+    """Return whether the rules need the sums of squared deviations over all sites as well."""
+    return rules.normalise == FEDERATED
 
 
 def shared_needed(rules: Preprocessing, columns: Columns | None) -> bool:
-    """Return whether the rules need sums over all sites: common statistics, or which categories occur in training."""
-    common = FEDERATED in (rules.fill_scope, rules.normalise)
-    return common or (columns is not None and not columns.numeric.all())
+    """Return whether the rules need anything of all sites: sums of numbers, or which categories occur in training."""
+    return numbers_needed(rules) or (columns is not None and not columns.numeric.all())
 
 
 def prepare(
@@ -216,7 +236,8 @@ def prepare(
     names: Sequence[str],
 ) -> Preparation:
     """Return how the samples of each site are prepared."""
-    common = totals(sites) if shared_needed(rules, columns) else None
+    needed = shared_needed(rules, columns)
+    common = totals(sites, numbers_needed(rules), squares_needed(rules)) if needed else None
     if SITE not in (rules.fill_scope, rules.normalise):
         return Preparation(rules, columns, labels, transform_of(rules, columns, common))
     own = []
@@ -268,7 +289,9 @@ def _check_filled(values: Array, columns: Columns | None, rules: Preprocessing, 
     for i in np.flatnonzero(np.isnan(values)):
         feature = "" if columns is None else columns.features[int(i)]
         whose, remedy = (
-            ("no site has", "") if rules.fill_scope == FEDERATED else (f"site {name} has none", "'mean:federated', or ")
+            ("no site has a value", "")
+            if rules.fill_scope == FEDERATED
+            else (f"site {name} has none", "'mean:federated', or ")
         )
         right = f"{remedy}another rule: {whose} in its training samples (--ignore leaves a column out)"
         raise InputError("impute", Shown(f"{rules.impute} of {feature}"), right)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -120,12 +122,26 @@ class Preprocessing:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    """Return the names in a text with commas.
+    """Return the names in a text with commas; a name that has commas itself stands in quotes, as in a CSV file.
 
-    >>> _names(" a, b")
-    ('a', 'b')
+    >>> _names(' a, b, "weight, kg"')
+    ('a', 'b', 'weight, kg')
     """
-    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    try:
+        cells = next(csv.reader([text.replace("\r", " ").replace("\n", " ")], skipinitialspace=True), [])
+    except csv.Error:
+        cells = [text]
+    return tuple(dict.fromkeys(name.strip() for name in cells if name.strip()))
+
+
+def as_flag(name: str) -> str:
+    """Return a column's name as a flag with commas takes it on a command line.
+
+    >>> print(as_flag("age"), as_flag("blood pressure"), as_flag("weight, kg"))
+    age 'blood pressure' '"weight, kg"'
+    """
+    quoted = '"' + name.replace('"', '""') + '"' if "," in name or name.startswith('"') else name
+    return shlex.quote(quoted)
 
 
 PLAIN = Preprocessing()

@@ -78,6 +78,7 @@ def table_set(
         label_columns=found.labels if found.columns.named else (),
         labels=data.labels or several,
         notes=found.notes,
+        unlabelled=found.unlabelled,
     )
     return data if folder is not None else replace(data, owner=None, groups=())
 

@@ -22,6 +22,9 @@ import numpy as np
 from ..core.reading import Unreadable, items
 from .targets import Array
 
+LARGEST = float(np.finfo(np.float32).max)  # of a sample's numbers
+MOST = 1 << 53  # values that a site gives a sum of
+
 
 @dataclass(frozen=True, eq=False)
 class Sums:
@@ -44,6 +47,11 @@ class Sums:
             raise Unreadable(f"{width} numbers, one for each feature")
         if any(n < 0 or n != int(n) for n in found["count"]) or any(s < 0 for s in found.get("squares", ())):
             raise Unreadable("counts, and squares of at least 0")
+        most = [n * 2 * LARGEST for n in found["count"]]  # of samples and of deviations, so that totals are finite
+        if any(n > MOST for n in found["count"]) or any(abs(s) > m for s, m in zip(found["total"], most, strict=True)):
+            raise Unreadable("sums of numbers that fit float32")
+        if any(s > m * 2 * LARGEST for s, m in zip(found.get("squares", ()), most, strict=False)):
+            raise Unreadable("sums of squares of numbers that fit float32")
         return cls(*(np.array(values, np.float64) for values in found.values()))
 
 

@@ -2,7 +2,7 @@
 
 The separator is the first of tab, semicolon and comma that divides the beginning of the file into rows of equal length. A number
 may have a decimal comma where a comma does not separate, all such numbers of the file alike and at least one of them beyond
-doubt (`1,5`; `1,234` alone may be a thousand). A cell that is empty, or NA, N/A, NaN, null or ?, is a gap.
+doubt (`1,5`; `1,234` alone may be a thousand). A cell that is empty, or NA, N/A, #N/A, <NA>, NaN, null, None or ?, is a gap.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,15 +23,17 @@ import numpy as np
 
 from ..core.errors import InputError, Shown, can_be_shown, first_line
 from ..core.memory import in_words, require
-from .columns import LONGEST_NAME, MOST_FEATURES, MOST_TEXTS
+from .columns import LONGEST_NAME, MOST_FEATURES, MOST_TEXTS, as_category
 from .files import regular, wrong
+from .rules import as_flag
 from .targets import Array
 
 LABELS = ("label", "y")
 LONGEST_LINE = 16 << 20  # bytes
 SEPARATORS = ("\t", ";", ",")
 BEGINNING = 1 << 16  # bytes that the separator is found in
-GAPS = ("", "na", "n/a", "nan", "null", "?")
+GAPS = ("", "na", "n/a", "#n/a", "<na>", "nan", "null", "?")  # in any case
+NONE = "None"  # a gap as Python writes it; `none` may be an answer
 DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+(?:[eE][+-]?\d+)?")
 THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2},\d{3}")  # a decimal comma, or a thousand
 
@@ -57,6 +59,15 @@ class Table:
             first = row + (self.header is not None)
             line = next((line for line, _ in itertools.islice(rows, first, None)), 0)
         return place(self.path, line, column, self.header)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which columns of a file are what, by number."""
+
+    texts: set[int]  # texts whatever they hold
+    labels: set[int]
+    skipped: set[int]  # not read
 
 
 @dataclass
@@ -90,30 +101,31 @@ def read_table(
     labels: Collection[str] = (),
     as_texts: Collection[str] = (),
     ignore: Collection[str] = (),
-    only: Collection[str] | None = None,
+    places: Callable[[tuple[str, ...] | None, int], Places] | None = None,
 ) -> Table:
-    """Read a CSV file. A header names `labels`; the columns `as_texts` are texts whatever they hold.
-
-    Columns in `ignore`, or outside of `only`, are not read: all gaps.
+    """Read a CSV file. A header names `labels`; the columns `as_texts` are texts whatever they hold; those in `ignore` are not
+    read: all gaps. `places` says it instead, by header and number of columns.
     """
     with regular(path) as file:
         cells = _count_cells(path, file)
         separator = separator_of(path, file)
         try:
             header, width = _first(path, file, separator, labels)
-            texts = {j for j, name in enumerate(header or ()) if name in as_texts}
-            left = (name in ignore or (only is not None and name not in only) for name in header or ())
-            skipped = {j for j, out in enumerate(left) if out}
-            reader = _Reader(path, separator, header, width, texts, texts, skipped)
+            if places is None:
+                texts, skipped = ({j for j, n in enumerate(header or ()) if n in names} for names in (as_texts, ignore))
+                known = Places(texts, set(label_columns(path, header, width, labels)), skipped)
+            else:
+                known = places(header, width)
+            reader = _Reader(path, separator, header, width, known, known.texts, places is None)
             values = reader.read(file, cells)
             if reader.late:  # texts where numbers stood before: once more, with these columns as texts
-                reader = _Reader(path, separator, header, width, texts, texts | reader.late, skipped)
+                reader = _Reader(path, separator, header, width, known, known.texts | reader.late, places is None)
                 values = reader.read(file, cells)
         except (UnicodeDecodeError, csv.Error) as error:
             raise wrong(path, f"a CSV file in UTF-8 ({first_line(error)})") from None
-    reader.check(labels)
-    known = tuple(tuple(reader.seen[j].texts) if j in reader.texts else None for j in range(width))
-    return Table(path, separator, header, values, known)
+    reader.check()
+    kinds = tuple(tuple(reader.seen[j].texts) if j in reader.texts else None for j in range(width))
+    return Table(path, separator, header, values, kinds)
 
 
 class _Reader:
@@ -125,13 +137,14 @@ class _Reader:
         separator: str,
         header: tuple[str, ...] | None,
         width: int,
-        given: set[int],
+        places: Places,
         texts: set[int],
-        skipped: set[int],
+        hints: bool,
     ) -> None:
-        """Read the columns `texts` as texts, of which somebody has named those in `given`."""
+        """Read the columns `texts` as texts, of which somebody has named those of `places`; errors may have `hints` at flags."""
         self.path, self.separator, self.header, self.width = path, separator, header, width
-        self.given, self.texts, self.skipped = given, set(texts), skipped
+        self.given, self.texts, self.skipped, self.labels = places.texts, set(texts), places.skipped, places.labels
+        self.hints = hints
         self.seen: dict[int, _Seen] = defaultdict(_Seen)  # of columns of texts
         self.late: set[int] = set()  # columns whose first text comes after a number
         self.began: set[int] = set()  # columns that have had a number, in rows that were read cell by cell
@@ -163,7 +176,7 @@ class _Reader:
 
     def _value(self, line: int, column: int, cell: str) -> float:
         """Return a cell's number, or the number of its text."""
-        if column in self.skipped or cell.lower() in GAPS:
+        if column in self.skipped or cell.lower() in GAPS or cell == NONE:
             return np.nan
         value = self._as_number(line, column, cell)
         if column not in self.texts:
@@ -181,12 +194,14 @@ class _Reader:
         else:
             seen.numbers += 1
             seen.number = seen.number if seen.numbers > 1 else (line, cell)
+        if column not in self.labels:
+            cell = as_category(cell, self.separator != ",")
         if cell not in seen.texts and (len(cell) > LONGEST_NAME or not can_be_shown(cell)):
             right = f"a number, or a text of at most {LONGEST_NAME} signs"
             raise InputError(place(self.path, line, column, self.header), cell, right)
         if len(seen.texts) >= MOST_TEXTS and cell not in seen.texts:
-            name = self.header[column] if self.header else "a header, to leave it out by its name"
-            right = f"one of at most {MOST_TEXTS:,} texts in a column; --ignore leaves a column out ({name})"
+            remedy = f"; --ignore {as_flag(self.header[column])} leaves it out" if self.header and self.hints else ""
+            right = f"one of at most {MOST_TEXTS:,} texts in a column{remedy}"
             raise InputError(place(self.path, line, column, self.header), cell, right)
         return seen.texts.setdefault(cell, len(seen.texts))
 
@@ -205,7 +220,7 @@ class _Reader:
             self.decimals.point = self.decimals.point or (line, cell)
         return value
 
-    def check(self, labels: Collection[str]) -> None:
+    def check(self) -> None:
         """Refuse numbers that can be read in two ways, and columns that mix numbers and texts."""
         if self.decimals.comma is not None:
             line, column, cell = self.decimals.comma
@@ -216,25 +231,26 @@ class _Reader:
                 right = f"with a decimal point or without a comma: it may be {cell.replace(',', '.')} or {cell.replace(',', '')}"
                 raise InputError(place(self.path, line, column, self.header), cell, right)
         for j, seen in sorted(self.seen.items()):
-            if j in self.given or not seen.numbers or not seen.others or j in self._label_columns(labels):
+            if j in self.given or not seen.numbers or not seen.others or j in self.labels:
                 continue
             if seen.numbers >= seen.others:
-                name = f"; --encode onehot:{self.header[j]} takes all as texts" if self.header else ""
+                name = (
+                    f"; --encode onehot:{as_flag(self.header[j])} takes all as texts"
+                    if self.header and self.hints
+                    else ""
+                )
                 right = f"a number, as {seen.numbers:,} of the column's {seen.numbers + seen.others:,} values are{name}"
                 raise InputError(place(self.path, seen.text[0], j, self.header), seen.text[1], right)
-        for j in self._label_columns(labels):
+        for j in sorted(self.labels):
             seen = self.seen[j]
             if seen.numbers and seen.others:
-                first_is_text = seen.text[0] < seen.number[0]
-                line, cell = seen.number if first_is_text else seen.text
-                right = f"the name of a class, of at most {LONGEST_NAME} signs, as in the rows before; or a number in every row"
-                right = (
-                    right if first_is_text else "a number, as in the rows before; or the name of a class in every row"
-                )
+                if seen.text[0] < seen.number[0]:
+                    line, cell = seen.number
+                    right = f"the name of a class, of at most {LONGEST_NAME} signs, as before; or a number in every row"
+                else:
+                    line, cell = seen.text
+                    right = "a number, as before; or the name of a class in every row"
                 raise InputError(place(self.path, line, j, self.header), cell, right)
-
-    def _label_columns(self, labels: Collection[str]) -> list[int]:
-        return label_columns(self.path, self.header, self.width, labels)
 
 
 def label_columns(path: Path, header: tuple[str, ...] | None, width: int, labels: Collection[str]) -> list[int]:

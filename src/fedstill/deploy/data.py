@@ -20,6 +20,7 @@ from ..data.dataset import Dataset
 from ..data.federation import Client, Whole
 from ..data.preprocess import Preparation
 from ..data.rules import Preprocessing
+from .disclosure import check_texts
 from .preparation import LONGEST, Agreed, Prepared, RawSite, totals_from_dict
 
 SPLITS = ("train", "test", "val")
@@ -51,9 +52,12 @@ class SiteData:
         """Read an npz or CSV file or a folder; what has no test part of its own is divided by `split`.
 
         `label` and `ignore` name columns of tables, and `encode` those that are texts whatever they hold. What is done with gaps
-        and texts a run says: until then `client` has the columns as they are, gaps and categories as numbers.
+        and texts a run says: until then `client` has the columns as they are, gaps and categories as numbers. Columns with
+        texts of few rows are refused unless `encode` names them: the hub learns all texts.
         """
-        dataset = _read(path, objective, Preprocessing(label=label, ignore=ignore, encode=encode, impute="mean"))
+        rules = Preprocessing(label=label, ignore=ignore, encode=encode, impute="mean")
+        dataset = _read(path, objective, rules)
+        check_texts(dataset, rules.as_texts)
         raw = RawSite(dataset, split)
         if len(json.dumps(raw.about())) > LONGEST:
             raise InputError(

@@ -28,6 +28,7 @@ from ..core import files, reading
 from ..core.errors import InputError
 from ..edge.monitor import SystemMonitor
 from .data import SiteData
+from .disclosure import told
 from .folders import Hub, Site
 from .keeper import REFUSED
 from .polling import Unreachable, attend
@@ -125,6 +126,8 @@ class SitePart(FLComponent):  # type: ignore[misc]
             def log(line: str) -> None:
                 print(line, flush=True)
 
+            for line in [] if own.raw is None else told(own.raw.data):
+                log(line)
             runs, device = self.site.folder / "runs", settings.device
             often = SaveEvery(settings.save_every_epochs, settings.save_every_steps)
             site_client = SiteClient(

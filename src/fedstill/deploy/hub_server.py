@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..core import reading
 from ..core.errors import TrainingError
 from ..core.objective import OBJECTIVES
 from ..core.reading import items
@@ -224,4 +225,5 @@ def _parse_table(table: object, shape: list[int]) -> dict[str, Any]:
     if shape != [len(columns.names)] or len(gaps) != len(columns.names):
         raise ValueError
     label = [name[:LONGEST_NAME] for name in items(table, "label", str)]
-    return {"columns": columns.to_dict(), "gaps": gaps, "label": label}
+    unlabelled = reading.field(table, "unlabelled", int, least=0, most=1 << 40) if "unlabelled" in table else 0
+    return {"columns": columns.to_dict(), "gaps": gaps, "label": label, "unlabelled": unlabelled}

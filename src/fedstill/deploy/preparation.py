@@ -1,9 +1,10 @@
 """Preprocessing over sites: they agree on columns and classes, give sums of their training samples, and are given the totals.
 
-Before a run the hub asks all its sites twice (`HubServer.question`): for the numbers of samples and the sums of
-`data.sums`, then, with the common mean, for those of deviations. What leaves a site is the names of its columns, of its
-categories and classes, how many gaps a column has, and sums over at least `FEWEST` training samples; of a category only whether
-a training sample has it. The totals are part of what the run is set up with, and are kept with it.
+Before a run the hub asks all its sites (`HubServer.question`) for the numbers of samples and for which categories training
+samples have. Only where a rule is `federated` it also asks for the sums of `data.sums`, and a second time, with the common mean,
+for those of deviations. What leaves a site is the names of its columns, of its categories and classes, how many gaps a column
+has, and these sums, over at least `FEWEST` training samples. A rule that needs no sums of numbers is sent none.
+The totals are part of what the run is set up with, and are kept with it.
 """
 
 from __future__ import annotations
@@ -26,13 +27,22 @@ from ..data.columns import LONGEST_NAME, Columns
 from ..data.dataset import Dataset, Ints
 from ..data.federation import Client
 from ..data.partition import deal
-from ..data.preprocess import Preparation, Totals, Values, applied, shared_needed, transform_of
+from ..data.preprocess import (
+    Preparation,
+    Totals,
+    Values,
+    applied,
+    numbers_needed,
+    shared_needed,
+    squares_needed,
+    transform_of,
+)
 from ..data.rules import SITE, Preprocessing
 from ..data.split import parse_split, split_indices
-from ..data.sums import Sums, add, mean_of
+from ..data.sums import LARGEST, Sums, add, mean_of
 from ..data.transform import Transform
+from .disclosure import FEWEST
 
-FEWEST = 5  # values that a site gives a sum of
 LONGEST = 1 << 19  # characters of a site's names of columns and categories
 
 
@@ -93,7 +103,8 @@ class RawSite:
         if self.data.columns is None:
             return {}
         gaps = np.isnan(self.data.x).sum(0).tolist()
-        return {"table": {"columns": self.data.columns.to_dict(), "gaps": gaps, "label": list(self.data.label_columns)}}
+        table = {"columns": self.data.columns.to_dict(), "gaps": gaps, "label": list(self.data.label_columns)}
+        return {"table": {**table, **({"unlabelled": self.data.unlabelled} if self.data.unlabelled else {})}}
 
     def checksum(self) -> str:
         """Return a checksum of what a table says that its numbers do not: gaps, and names of columns, categories and classes."""
@@ -163,14 +174,33 @@ class Ready:
         sizes = {"train": len(self.train), "test": test, **({} if self.val is None else {"val": len(self.val)})}
         if not shared_needed(self.rules, self.data.columns):
             return {"sizes": sizes}
+        numbers = numbers_needed(self.rules)
+        if mean is not None and not numbers:
+            right = (
+                f"left out: impute {self.rules.impute!r} and normalise {self.rules.normalise!r} need no sums of numbers"
+            )
+            raise InputError("mean", Shown("of the hub"), right)
+        if mean is not None and any(abs(value) > LARGEST for value in mean):
+            raise InputError("mean", Shown("of the hub"), "of numbers that fit float32, as samples do")
         if mean is not None and len(mean) != self._width:
             raise InputError("mean", Shown(f"{len(mean)} numbers"), f"{self._width}, one for each feature")
-        found = self.values.first() if mean is None else self.values.second(np.array(mean, np.float64))
+        if mean is None:
+            found = self.values.first(numbers)
+        else:
+            found = self.values.second(np.array(mean, np.float64), squares_needed(self.rules))
         few = np.flatnonzero((found.count > 0) & (found.count < FEWEST))
         if len(few):
             shown = Shown(f"{int(found.count[few[0]])} values of {self._feature(int(few[0]))}")
             raise InputError("sums", shown, f"none or at least {FEWEST} at a site: fewer would tell of single samples")
         return {"sizes": sizes, "sums": found.to_dict()}
+
+    def tells(self, mean: Sequence[float] | None) -> str:
+        """Return in words what leaves the site with `answer`, beside numbers of samples."""
+        if not shared_needed(self.rules, self.data.columns):
+            return ""
+        if not numbers_needed(self.rules):
+            return "which categories training samples have"
+        return "sums" if mean is None else "sums of deviations"
 
     @property
     def _width(self) -> int:
@@ -247,12 +277,17 @@ def agree(rules: Preprocessing, names: Sequence[str], abouts: Sequence[Mapping[s
     if not any(tables):
         for name, value in rules.of_tables.items():
             raise InputError(name, value, "left out: no site has tables (CSV files)")
-        return Agreed(rules, None, ()) if rules.scales else None
+        return None if rules.normalise == "auto" else Agreed(rules, None, ())
     for name, table in zip(names, tables, strict=True):
         if table is None:
             raise InputError(
                 f"data of site {name!r}", Shown("no table"), f"a table (CSV) as at site {names[0]!r}, or none anywhere"
             )
+    for name, table in zip(names, tables, strict=True):
+        left = 0 if table is None else table.get("unlabelled", 0)
+        if left and rules.impute == "none":
+            right = f"mean, median or drop, which leave such samples out: site {name!r} has {left:,} without a label"
+            raise InputError("impute", rules.impute, right)
     own = [Columns.from_dict(table["columns"]) for table in tables if table is not None]
     gaps = [table["gaps"] for table in tables if table is not None]
     for name, columns in zip(names, own, strict=True):
@@ -296,10 +331,12 @@ def prepare(agreed: Agreed, names: Sequence[str], ask: Question) -> Prepared:
     asked = {"agreed": agreed.to_dict()}
     answers = {name: _read(name, data) for name, data in ask(json.dumps(asked).encode()).items()}
     sizes = tuple(_sizes(name, answers[name]) for name in names)
-    if "sums" not in answers[names[0]]:
+    if not shared_needed(agreed.rules, agreed.columns):
         return Prepared(agreed, None, sizes)
-    width = len(answers[names[0]]["sums"].get("count", ())) if agreed.columns is None else agreed.columns.width
+    width = _channels(names[0], answers[names[0]]) if agreed.columns is None else agreed.columns.width
     first = add([_sums(name, answers[name], width, False) for name in names])
+    if not numbers_needed(agreed.rules):
+        return Prepared(agreed, Totals.of(first), sizes)
     mean = mean_of(first)
     again = ask(json.dumps({**asked, "mean": mean.tolist()}).encode())
     second = add([_sums(name, _read(name, again[name]), width, True) for name in names])
@@ -326,6 +363,14 @@ def _sizes(name: str, answer: Mapping[str, Any]) -> dict[str, int]:
         }
     except Unreadable as error:
         raise TrainingError(f"site {name}: its numbers of samples should be {error}") from None
+
+
+def _channels(name: str, answer: Mapping[str, Any]) -> int:
+    """Return how many channels a site's images have: so many sums it sends."""
+    try:
+        return len(items(field(answer, "sums", dict), "count", float))
+    except Unreadable as error:
+        raise TrainingError(f"site {name}: its sums should be {error}") from None
 
 
 def _sums(name: str, answer: Mapping[str, Any], width: int, squares: bool) -> Sums:

@@ -151,8 +151,6 @@ class SiteClient:
 
     def prepare(self, asked: bytes) -> bytes:
         """Return what the hub is given to make all sites' samples alike: numbers of samples, and sums over training samples."""
-        if self.max_epsilon:
-            raise InputError("max_epsilon", self.max_epsilon, "0: sums of training samples are nothing that ε counts")
         if self.data.raw is None:
             raise InputError("data", Shown("arrays"), "read from a file: the run prepares its samples")
         try:
@@ -162,10 +160,12 @@ class SiteClient:
         except Unreadable as error:
             raise InputError("question", Shown("of the hub"), str(error)) from None
         ready = self.data.raw.under(agreed)
+        told = ready.tells(mean)
+        if told and self.max_epsilon:
+            right = "0: sums of training samples are nothing that ε counts, nor is which categories they have"
+            raise InputError("max_epsilon", self.max_epsilon, right)
         answer = ready.answer(mean)
-        self.log(
-            f"the hub is given {'sums of deviations' if mean is not None else 'sums' if 'sums' in answer else 'sizes'}"
-        )
+        self.log(f"the hub is given the numbers of samples{f', and {told}' if told else ''}")
         return json.dumps(answer).encode()
 
     def handle(self, data: bytes) -> bytes:

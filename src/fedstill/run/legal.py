@@ -39,6 +39,9 @@ def check_statistics(training: Training, rules: Preprocessing) -> None:
         name, right = ("normalise", "none") if rules.scales else ("impute", "drop")
         counted = f"{right!r} with privacy {training.privacy!r}: ε does not count such statistics"
         raise InputError(name, getattr(rules, name), counted)
+    if training.privacy != "off" and rules.encodes:
+        counted = f"'none' with privacy {training.privacy!r}: ε does not count which categories training samples have"
+        raise InputError("encode", rules.encode, counted)
 
 
 def check(method: Method, task: Task, training: Training) -> None:

@@ -30,6 +30,7 @@ class Predictions:
     labels: Tensor | None  # the targets, where they are known
     outline: Outline
     objective: Objective
+    notes: tuple[str, ...] = ()  # which categories of the samples' columns the run does not know
 
     @property
     def probabilities(self) -> Tensor:
@@ -98,4 +99,5 @@ def predict(run: Run, data: str | Path, client: int | str | None = None) -> Pred
     params = run.generic_model() if number is None else run.served(number)
     net, objective = run.task.net, run.task.objective
     outputs = run.task.predict(params, moved(samples.x, net.device, net.example.dtype))[..., : run.outline.classes]
-    return Predictions(samples.where, objective.predictions(outputs.double()).cpu(), samples.y, run.outline, objective)
+    predictions = objective.predictions(outputs.double()).cpu()
+    return Predictions(samples.where, predictions, samples.y, run.outline, objective, samples.notes)

@@ -15,6 +15,7 @@ from ..data import Dataset, Federation, load
 from ..data.arrays import read_samples, read_targets
 from ..data.columns import Columns
 from ..data.federation import Pair
+from ..data.gather import unknown_note
 from ..data.preprocess import Preparation, applied
 
 
@@ -104,8 +105,12 @@ def with_external(
         dataset = load(source, root, objective=federation.objective, preprocessing=rules, memory_map=memory_map)
     except InputError as error:
         raise InputError("external", error.value if error.field == "data" else source, error.right) from None
+    columns = None if federation.preparation is None else federation.preparation.columns
     try:
-        return replace(federation, external=Samples.of(federation).read(dataset))
+        pair = Samples.of(federation).read(dataset)
+        unknown = {} if columns is None or dataset.columns is None else dataset.columns.unknown(dataset.x, columns)
+        notes = tuple(f"external: {note}" for note in unknown_note(unknown))
+        return replace(federation, external=pair, notes=(*federation.notes, *notes))
     except InputError as error:
         raise InputError("external", Shown(f"{source} ({error.value})"), error.right) from None
 
