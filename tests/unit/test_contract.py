@@ -70,12 +70,45 @@ HELPERS = {
     "hold_generic": lambda self, task, server: None,
     "teacher_loss": lambda self, task, params, local, batch: None,
     "Step": dataclass(type("Step", (), {})),  # a class, not a function
+    **{
+        name: lambda self, task, params, local, batch: None
+        for name in ("kd_loss", "my_loss", "loss2", "loss_fn", "lossA")
+    },
+    "recheck": lambda self, task: None,
+    "phase": lambda self, task: None,
+    "refinish": lambda self, task, down, memory, local: None,
+    "mergedd": lambda self, task, server, uploads: None,
+    "fit2": lambda self, task, params, batch: None,
+    "fid": lambda self, task, params, batch: None,
+    "end": lambda self, a, b, c: None,
+    "pest": lambda self, a, b, c: None,
+    "stop": lambda self, task, local, batch: None,
 }
 
 
 @pytest.mark.parametrize("name", HELPERS)
 def test_helpers_are_left_alone(name: str) -> None:
     assert hasattr(type("Fine", (fs.FedAvg,), {name: HELPERS[name]}), name)
+
+
+@pytest.mark.parametrize("engine", ["one", "stacked"])
+def test_a_loss_of_a_phase_may_have_any_name(engine: str) -> None:
+    class TwoLosses(fs.FedAvg):
+        def phases(self, task):
+            return (fs.Phase(), fs.Phase(loss=self.kd_loss))
+
+        def kd_loss(self, task, params, local, batch):
+            return 2 * self.fit(task, params, batch)
+
+    assert run(TwoLosses(), engine=engine, rounds=1).history
+
+
+def test_a_hook_may_take_names_that_are_never_given() -> None:
+    class Fine(fs.FedAvg):
+        def finish(self, task, *rest, local=None):
+            return super().finish(task, *rest)
+
+    assert run(Fine(), engine="one", rounds=1).history
 
 
 def test_every_method_that_comes_with_fedstill_is_left_alone() -> None:
@@ -219,6 +252,46 @@ def test_a_missing_decorator(kind: type[fs.Method], given: dict, field: str) -> 
         kind(**given)
     with pytest.raises(HookError, match=says):  # a class of it, decorated or not, has not the field either
         dataclass(frozen=True, kw_only=True)(type("Heir", (kind,), {}))()
+
+
+VALUES = {  # what would be no field, and so not a part of the experiment
+    "plain": (
+        {"__annotations__": {"mu": float}, "mu": 0.1},
+        r"Broken\.mu is no setting.* Write mu: float = fs\.setting\(0\.1, ",
+    ),
+    "no default": ({"__annotations__": {"mu": float}}, r"Broken\.mu is no setting.* Write mu: float = fs\.setting\("),
+    "own init": (
+        {"__init__": lambda self, mu=0.1: None},
+        r"Broken\.__init__\(\) cannot be written.*mu: float = fs\.setting",
+    ),
+    "no annotation": ({"mu": 5.0}, r"Broken\.mu has no annotation.*Annotate it: mu: float = fs\.setting\(5\.0, "),
+    "a text": ({"scores": "personal"}, r"Broken\.scores = 'personal': it should be \('generic',\), \('personal',\) or"),
+    "misspelt": ({"scores": ("personals",)}, r"Broken\.scores = \('personals',\): it should be"),
+}
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_a_value_that_would_be_no_field(case: str) -> None:
+    values, says = VALUES[case]
+    with pytest.raises(HookError, match=says):
+        dataclass(frozen=True, kw_only=True)(type("Broken", (fs.FedProx,), dict(values)))()
+
+
+def counting(self, task, params, local, batch):
+    self.count = 1
+    return self.fit(task, params, batch)
+
+
+@pytest.mark.parametrize("engine", ["one", "stacked"])
+@pytest.mark.parametrize("decorated", [True, False])
+def test_a_hook_that_sets_an_attribute(decorated: bool, engine: str) -> None:
+    plain = type("Broken", (fs.FedAvg,), {"loss": counting})
+    kind = dataclass(frozen=True, kw_only=True)(plain) if decorated else plain
+    text = refusal(kind(), engine)
+    assert text.startswith("Broken.loss() at test_contract.py:")
+    assert (
+        "sets an attribute: cannot assign to field 'count'. A method keeps nothing: state belongs in the memory" in text
+    )
 
 
 def test_a_mixin_may_annotate_what_it_uses() -> None:
