@@ -21,7 +21,7 @@ from ..nn.net import Net
 
 HOOKS = (
     "init_server", "init_client", "send", "begin", "phases", "fit", "loss", "step", "closed_form", "correct", "finish",
-    "merge", "personal", "generic",
+    "merge", "personal", "generic", "private",
 )  # fmt: skip
 SETS = (
     "A method keeps nothing: state belongs in the memory, in local or at the server, as entries of the returned trees"
@@ -68,6 +68,11 @@ def explanation(method: Method, task: Task, error: Exception, stacked: bool) -> 
 def reads_values(error: Exception) -> bool:
     """Return whether an explanation says that a hook reads a tensor's value."""
     return READS in str(error)
+
+
+def changes_arguments(error: Exception) -> bool:
+    """Return whether an explanation says that a hook changes something in place."""
+    return "in place" in str(error)
 
 
 def _remedy(error: Exception, hook: str) -> str:

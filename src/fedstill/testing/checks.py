@@ -235,7 +235,7 @@ def _hooks(problem: Problem, method: Method) -> str:
             if error.field == "engine" and engine == "stacked":
                 continue  # the model cannot be stacked
             raise
-        rehearse(ready.trainer.bench, "stacked")
+        rehearse(ready.trainer.bench, ready.trainer.name, ready.trainer.together)
         break
     return "every hook was called, alone and, where the model allows it, stacked"
 
