@@ -12,7 +12,7 @@ import torch
 
 import fedstill as fs
 from fedstill.cli import main
-from fedstill.core import contract, own
+from fedstill.core import contract, own, tree
 from fedstill.core.errors import HookError
 from fedstill.core.method import Method
 from fedstill.engine import rehearsal
@@ -70,12 +70,45 @@ HELPERS = {
     "hold_generic": lambda self, task, server: None,
     "teacher_loss": lambda self, task, params, local, batch: None,
     "Step": dataclass(type("Step", (), {})),  # a class, not a function
+    **{
+        name: lambda self, task, params, local, batch: None
+        for name in ("kd_loss", "my_loss", "loss2", "loss_fn", "lossA")
+    },
+    "recheck": lambda self, task: None,
+    "phase": lambda self, task: None,
+    "refinish": lambda self, task, down, memory, local: None,
+    "mergedd": lambda self, task, server, uploads: None,
+    "fit2": lambda self, task, params, batch: None,
+    "fid": lambda self, task, params, batch: None,
+    "end": lambda self, a, b, c: None,
+    "pest": lambda self, a, b, c: None,
+    "stop": lambda self, task, local, batch: None,
 }
 
 
 @pytest.mark.parametrize("name", HELPERS)
 def test_helpers_are_left_alone(name: str) -> None:
     assert hasattr(type("Fine", (fs.FedAvg,), {name: HELPERS[name]}), name)
+
+
+@pytest.mark.parametrize("engine", ["one", "stacked"])
+def test_a_loss_of_a_phase_may_have_any_name(engine: str) -> None:
+    class TwoLosses(fs.FedAvg):
+        def phases(self, task):
+            return (fs.Phase(), fs.Phase(loss=self.kd_loss))
+
+        def kd_loss(self, task, params, local, batch):
+            return 2 * self.fit(task, params, batch)
+
+    assert run(TwoLosses(), engine=engine, rounds=1).history
+
+
+def test_a_hook_may_take_names_that_are_never_given() -> None:
+    class Fine(fs.FedAvg):
+        def finish(self, task, *rest, local=None):
+            return super().finish(task, *rest)
+
+    assert run(Fine(), engine="one", rounds=1).history
 
 
 def test_every_method_that_comes_with_fedstill_is_left_alone() -> None:
@@ -179,7 +212,7 @@ IN_PLACE = {
     "begin": (on_down, "down['params']['fc1.bias']"),
     "finish": (on_memory, "memory['seen']"),
     "merge": (on_server, "server['params']['fc1.weight']"),
-    "merge ": (on_uploads, "upload 0['params']['fc1.bias']"),
+    "merge ": (on_uploads, "uploads[0].tree['params']['fc1.bias']"),
     "personal": (when_scored, "down['params']['fc1.bias']"),
     "send": (when_sent, "server['params']['fc1.bias']"),
 }
@@ -193,6 +226,93 @@ def test_a_change_in_place(case: str, engine: str) -> None:
     assert text.startswith(f"Broken.{case.strip()}() changed its argument {where}") or hook.__name__ in text
     assert where in text
     assert "in place. A hook must return new tensors" in text
+
+
+# ---- (b2) a change in place in what a step calls -------------------------------------------------------------------------------
+def with_momentum(self, task, down, memory):
+    return {"params": down["params"], "m": tree.zeros(down["params"])}
+
+
+def momentum(self, task, local, grads):
+    for name in grads:
+        local["m"][name].mul_(0.9).add_(grads[name])
+    return {name: local["m"][name].clone() for name in grads}
+
+
+def momentum_by_name(self, task, local, grads):
+    local["m"] = {name: 0.9 * local["m"][name] + grads[name] for name in grads}
+    return local["m"]
+
+
+def smoothed(self, task, before, after):
+    for value in before.values():
+        value.data.mul_(0.5)
+    return tree.clone(after)
+
+
+IN_A_STEP = {
+    "correct": (dict(begin=with_momentum, correct=momentum), "correct", "local['m']["),
+    "dictionary": (dict(begin=with_momentum, correct=momentum_by_name), "correct", "local['m']["),
+    "after_epoch": (
+        dict(phases=lambda self, task: (fs.Phase(after_epoch=self.smooth),), smooth=smoothed), "smoothed", "before[",
+    ),
+    "uploads": (dict(merge=lambda self, task, server, uploads: (server, uploads.clear())[0]), "merge", "uploads in place"),
+    "what was sent": (
+        dict(merge=lambda self, task, server, uploads: (server, uploads[0].down.update(params=None))[0]),
+        "merge",
+        "uploads[0].down['params']",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("case", IN_A_STEP)
+def test_a_change_in_place_in_what_a_step_calls(case: str, engine: str) -> None:
+    hooks, hook, where = IN_A_STEP[case]
+    text = refusal(made(**hooks), engine)
+    assert text.startswith(f"Broken.{hook}() changed its argument {where}")
+    assert "in place. A hook must return new tensors" in text
+
+
+# ---- a phase's own functions, and private entries --------------------------------------------------------------------------
+def short(self, task, params, batch):
+    return self.fit(task, params, batch)
+
+
+FUNCTIONS = {
+    "loss": (
+        "(loss of phase 1) takes (task, params, batch) and cannot be called: too many",
+        "(task, params, local, batch)",
+    ),
+    "after_epoch": ("(after_epoch of phase 1) takes (task, local) and cannot be called", "(task, before, after)"),
+    "enter": ("(enter of phase 1) takes (task) and cannot be called", "(task, local)"),
+}
+GIVEN = {
+    "loss": short,
+    "after_epoch": lambda self, task, local: local,
+    "enter": lambda self, task: {},
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("field", FUNCTIONS)
+def test_a_phase_s_function_with_other_arguments(field: str, engine: str) -> None:
+    says, right = FUNCTIONS[field]
+    phases = lambda self, task: (fs.Phase(**{field: self._own}),)  # noqa: E731
+    text = refusal(made(phases=phases, _own=GIVEN[field]), engine)
+    assert text.startswith("Broken.")
+    assert says in text
+    assert f"It should be a function {right}" in text
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_private_names_that_the_model_does_not_have(engine: str) -> None:
+    text = refusal(made(private=lambda self, task: frozenset({"fc2"})), engine)
+    assert text == (
+        "Broken.private() names 'fc2', which is no entry of the model. It should name entries: 'fc2.weight', 'fc2.bias'"
+    )
+    text = refusal(made(private=lambda self, task: frozenset({"fc2.wieght"})), engine)
+    assert "names 'fc2.wieght', which is no entry of the model. It should name entries: 'fc2.weight'? (one of:" in text
 
 
 # ---- (c) no decorator --------------------------------------------------------------------------------------------------------
@@ -219,6 +339,46 @@ def test_a_missing_decorator(kind: type[fs.Method], given: dict, field: str) -> 
         kind(**given)
     with pytest.raises(HookError, match=says):  # a class of it, decorated or not, has not the field either
         dataclass(frozen=True, kw_only=True)(type("Heir", (kind,), {}))()
+
+
+VALUES = {  # what would be no field, and so not a part of the experiment
+    "plain": (
+        {"__annotations__": {"mu": float}, "mu": 0.1},
+        r"Broken\.mu is no setting.* Write mu: float = fs\.setting\(0\.1, ",
+    ),
+    "no default": ({"__annotations__": {"mu": float}}, r"Broken\.mu is no setting.* Write mu: float = fs\.setting\("),
+    "own init": (
+        {"__init__": lambda self, mu=0.1: None},
+        r"Broken\.__init__\(\) cannot be written.*mu: float = fs\.setting",
+    ),
+    "no annotation": ({"mu": 5.0}, r"Broken\.mu has no annotation.*Annotate it: mu: float = fs\.setting\(5\.0, "),
+    "a text": ({"scores": "personal"}, r"Broken\.scores = 'personal': it should be \('generic',\), \('personal',\) or"),
+    "misspelt": ({"scores": ("personals",)}, r"Broken\.scores = \('personals',\): it should be"),
+}
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_a_value_that_would_be_no_field(case: str) -> None:
+    values, says = VALUES[case]
+    with pytest.raises(HookError, match=says):
+        dataclass(frozen=True, kw_only=True)(type("Broken", (fs.FedProx,), dict(values)))()
+
+
+def counting(self, task, params, local, batch):
+    self.count = 1
+    return self.fit(task, params, batch)
+
+
+@pytest.mark.parametrize("engine", ["one", "stacked"])
+@pytest.mark.parametrize("decorated", [True, False])
+def test_a_hook_that_sets_an_attribute(decorated: bool, engine: str) -> None:
+    plain = type("Broken", (fs.FedAvg,), {"loss": counting})
+    kind = dataclass(frozen=True, kw_only=True)(plain) if decorated else plain
+    text = refusal(kind(), engine)
+    assert text.startswith("Broken.loss() at test_contract.py:")
+    assert (
+        "sets an attribute: cannot assign to field 'count'. A method keeps nothing: state belongs in the memory" in text
+    )
 
 
 def test_a_mixin_may_annotate_what_it_uses() -> None:
@@ -257,22 +417,25 @@ def by_float(self, task, down, memory, local):
 READS = {"loss": by_item, "begin": by_if, "finish": by_float}
 
 
-@pytest.mark.parametrize("engine", ["stacked", "auto"])
 @pytest.mark.parametrize("case", READS)
-def test_a_value_read_in_python(case: str, engine: str) -> None:
-    text = refusal(made(**{case: READS[case]}), engine)
+def test_a_value_read_in_python(case: str) -> None:
+    text = refusal(made(**{case: READS[case]}), "stacked")
     assert text.startswith(f"Broken.{case}() at test_contract.py:")
     assert "reads a tensor's value, by .item(), bool(), float() or a branch (if)" in text
     assert "use torch.where or a mask, or engine='one'" in text
 
 
 @pytest.mark.parametrize("case", READS)
-def test_a_value_read_in_python_is_named_where_one_client_may_do_so(case: str, capsys) -> None:
-    run(made(**{case: READS[case]}), engine="one", rounds=1)
-    line = capsys.readouterr().err
-    assert line.startswith("fedstill: clients can be trained one by one only: Broken.")
+def test_a_value_read_in_python_is_said_once_where_the_engine_is_chosen(case: str, capsys) -> None:
+    many, method = ragged(((6, 2),) * 12), made(**{case: READS[case]})  # so many that stacking pays
+    for _ in range(2):
+        given = run(method, "normed", many, engine="auto", rounds=1, participation=1.0)
+        assert given.engine == "one"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fedstill: clients can be trained one by one only: Broken.{case}() at test_contract.py:")
     assert "use torch.where" in line
-    run(fs.FedAvg(), engine="one", rounds=1)
+    asked = run(method, "normed", many, engine="one", rounds=1, participation=1.0)  # one client may read its numbers
+    assert identical(states(asked), states(given))
     assert capsys.readouterr().err == ""
 
 
@@ -307,7 +470,7 @@ def in_another_type(self, task, down, memory, local):
 
 KEEPS = {"init_client": lambda self, task, params: {"v": torch.zeros(2, dtype=torch.float64)}}
 RESULTS = {
-    "a loss for each sample": ({"loss": many}, "loss() returned a tensor of shape 5", "one number"),
+    "a loss for each sample": ({"loss": many}, "loss() returned a tensor of shape 4", "one number"),
     "a number": ({"loss": a_float}, "loss() returned a float", "one number"),
     "a detached loss": ({"loss": detached}, "loss()", "one number, a function of params"),
     "one tree": (
@@ -364,15 +527,59 @@ def test_it_is_for_methods_of_ones_own_and_on_few_samples(monkeypatch) -> None:
     seen: list[int] = []
     plain = rehearsal._alone
 
-    def noted(bench):
+    def noted(bench, together):
         seen.extend(bench.data.train.sizes)
-        return plain(bench)
+        return plain(bench, together)
 
     monkeypatch.setattr(rehearsal, "_alone", noted)
+
+    class Own(fs.FedPer):
+        pass
+
     run(fs.FedPer(), rounds=1)
     assert seen == []
-    run(Counted(), data=ragged(((300, 2), (200, 2), (90, 2))), rounds=1)
-    assert seen == [16, 16]
+    run(Own(), data=ragged(((300, 2), (200, 2), (90, 2))), rounds=1)
+    assert seen == [4, 4]
+
+
+def test_the_same_is_rehearsed_once(tmp_path: Path, monkeypatch) -> None:
+    made: list[str] = []
+    for half in ("_alone", "_stacked"):
+        plain = getattr(rehearsal, half)
+        monkeypatch.setattr(
+            rehearsal, half, lambda *given, half=half, plain=plain: (made.append(half), plain(*given))[1]
+        )
+
+    @dataclass(frozen=True, kw_only=True)
+    class Own(fs.FedProx):
+        pass
+
+    for seed in (1, 2, 3):
+        run(Own(), engine="one", rounds=1, seed=seed)
+    assert made == ["_alone"]  # the engine one needs no other half
+    run(Own(), engine="stacked", rounds=1)
+    assert made == ["_alone"] * 2 + ["_stacked"]
+    run(Own(mu=0.5), engine="one", rounds=1)
+    assert made == ["_alone"] * 2 + ["_stacked"] + ["_alone"]
+    folder = str(tmp_path / "r")
+    made.clear()
+    fs.simulate(Own(mu=0.7), model=make("plain"), data=ragged(), engine="one", rounds=1, out=folder)
+    assert made == ["_alone"]
+
+
+class Krum(fs.FedAvg):
+    """A merge that needs three uploads at least."""
+
+    def merge(self, task, server, uploads):
+        v = torch.stack([torch.cat([p.flatten() for p in u.tree["params"].values()]) for u in uploads])
+        best = torch.cdist(v, v).topk(3, largest=False).values.sum(1).argmin()
+        return {**server, "params": tree.clone(uploads[int(best)].tree["params"])}
+
+
+@pytest.mark.parametrize("engine", ["one", "stacked"])
+def test_merge_is_given_as_many_uploads_as_a_round_has(engine: str) -> None:
+    six = ragged(((6, 2),) * 6)
+    assert run(Krum(), "plain", six, engine=engine, rounds=1, participation=0.5).history
 
 
 # ---- by command ------------------------------------------------------------------------------------------------------------
@@ -415,10 +622,12 @@ def test_by_command(case: str, engine: str, command: str, tmp_path: Path, monkey
         METHODS.update(before)
     shown = capsys.readouterr()
     if command == "run":
-        reads = case == "item" and engine == "one"  # one client's number may be read; it is said
-        assert status == (0 if reads else 2)
+        if case == "item" and engine == "one":  # one client's number may be read
+            assert (status, shown.err) == (0, "")
+            return
+        assert status == 2
         assert shown.err.startswith("fedstill: ")
-        assert reads or (shown.err.count("\n") == 1 and shown.out == "")
+        assert (shown.err.count("\n"), shown.out) == (1, "")
         assert says in shown.err
     else:
         assert status == (1 if case in ("in place", "item", "wrong result") else 2)

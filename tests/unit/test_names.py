@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import fedstill as fs
 from fedstill.cli import main
@@ -166,3 +167,10 @@ def test_a_folder_from_elsewhere_moves_no_cursor() -> None:
     assert all(can_be_shown(name) for name in (*outline.names, *outline.labels))
     assert outline.names[4] == "plain"
     assert outline.client(0) == "a\\x1b[2J"
+
+
+def test_a_federation_s_names_have_no_control_characters() -> None:
+    x, y = torch.zeros(4, 2), torch.tensor([0, 1, 0, 1])
+    data = fs.Federation.from_arrays([(x, y, x, y)], classes=2, labels=["\x1b]0;x\x07", "b c"])
+    assert data.labels == (r"\x1b]0;x\x07", "b c")
+    assert dataclasses.replace(data, names=("\x1b[31mred",)).names == (r"\x1b[31mred",)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -18,6 +19,7 @@ import fedstill as fs
 from fedstill import testing
 from fedstill.cli import main
 from fedstill.core import own, tree
+from fedstill.engine import rehearsal
 from fedstill.methods import METHODS
 from fedstill.testing import laws, problems
 from fedstill.testing.laws import Broken, Problem
@@ -155,11 +157,28 @@ class Idle(fs.FedAvg):
         return {"params": down["params"]}, memory
 
 
+@frozen
+class Zero(fs.FedAvg):
+    """Its loss is 0, so that weight decay alone moves a parameter, and BatchNorm's statistics move."""
+
+    def loss(self, task, params, local, batch):
+        return 0.0 * self.fit(task, params, batch)
+
+
+@frozen
+class Elsewhere(fs.FedAvg):
+    """It names a module and no entry of the model."""
+
+    def private(self, task):
+        return frozenset({"head"})
+
+
 BROKEN: dict[str, tuple[Callable[[], str], str, str]] = {  # the law that is run, its name, and what it says
     "unmasked": (
         lambda: laws.stacked_equals_one(problem("plain"), Unmasked()), laws.STACKED, r"fc\d\.\w+ differs by .* between the eng",
     ),
     "idle": (lambda: laws.stacked_equals_one(problem("plain"), Idle()), laws.STACKED, "nothing was trained"),
+    "zero": (lambda: laws.stacked_equals_one(problem("normed"), Zero()), laws.STACKED, "no parameter has moved"),
     "padded": (
         lambda: laws.cohorts_are_invisible(problem("plain"), Padded()), laws.INVISIBLE, "between one stack and cohorts of 1",
     ),
@@ -244,6 +263,28 @@ def test_check_lists_all_failures() -> None:
     assert {outcome.law for outcome in report.failed} == {laws.ALIASES, laws.ORDER}
 
 
+def test_private_names_that_the_model_does_not_have_do_not_pass(monkeypatch) -> None:
+    report = testing.check(Elsewhere(), raises=False)
+    assert not report.passed
+    assert report.outcomes[0].why.startswith("Elsewhere.private() names 'head', which is no entry of the model.")
+    monkeypatch.setattr(rehearsal, "is_own", lambda method: False)  # as methods that come with fedstill
+    with pytest.raises(Broken, match=r"private\(\) names 'head', which is no entry of the model"):
+        laws.private_stays_private(several(), Elsewhere(), "one")
+
+
+@pytest.mark.parametrize("size", [0.01, 1.0, 1e5])
+def test_rounding_grows_with_the_weights(size: float) -> None:
+    def ended(value: float) -> SimpleNamespace:
+        return SimpleNamespace(
+            generic=lambda: {"w": torch.tensor([value], dtype=torch.float64)}, task=SimpleNamespace(clients=0)
+        )
+
+    near, far = (ended(size + share * max(1.0, size)) for share in (1e-11, 1e-9))
+    assert laws._close(laws.STACKED, fs.FedAvg(), ended(size), near, laws.ROUNDING, "") < 1e-10 * max(1.0, size)
+    with pytest.raises(Broken, match="generic w differs by"):
+        laws._close(laws.STACKED, fs.FedAvg(), ended(size), far, laws.ROUNDING, "")
+
+
 def test_a_mistake_in_a_hook_stops_the_laws() -> None:
     @frozen
     class Wrong(fs.FedAvg):
@@ -300,6 +341,8 @@ REFUSED = {
     "no clients": (dict(clients=0), "clients = 0: should be a whole number"),
     "no setting": (dict(rouns=3), "rouns = 3: should be left out, or did you mean 'rounds'?"),
     "an engine": (dict(engine="one"), "the laws try every engine"),
+    "a cohort": (dict(cohort=2), "cohorts of several sizes"),
+    "a type": (dict(dtype="float32"), "dtype = 'float32': should be left out: the laws compare in float64"),
     "no model": (dict(model=3), "model = int: should be an nn.Module"),
     "no data": (dict(data=[1]), "data = list: should be a fedstill.Federation"),
     "no models": (dict(of="all"), "of = 'all': should be 'both', 'generic' or 'personal'"),

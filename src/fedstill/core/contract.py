@@ -8,15 +8,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import re
 from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
 
 from .errors import HookError
 
-NEAR = 0.8  # similarity from which on a name is taken for a misspelt hook's, if its arguments are as many
-NEAR_FLAG = 0.85  # and for a flag of the class
+SHORT = 3  # letters of a hook whose name is taken for misspelt in another case alone: many words resemble `fit`
+NEAR_FLAG = 0.85  # similarity from which on a class variable is taken for a misspelt flag
 DECORATOR = "@dataclass(frozen=True, kw_only=True)"
+POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
+SCORES = {"generic", "personal"}
 STEP = ("task", "local", "batch")  # of `step`, which `Method` itself does not define
 
 
@@ -35,6 +38,7 @@ def check_class(cls: type, base: type) -> None:
     hooks = hooks_of(base)
     inherited = {name for kind in cls.__mro__[1:] for name in vars(kind)}
     flags = [name for name, value in vars(base).items() if not name.startswith("_") and name not in hooks]
+    _check_values(cls)
     for name, value in list(vars(cls).items()):
         function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
         if name in hooks:
@@ -43,15 +47,42 @@ def check_class(cls: type, base: type) -> None:
         elif name.startswith("_") or name in inherited:
             continue
         elif isinstance(function, FunctionType):
-            _check_name(cls, name, function, hooks)
+            _check_name(cls, name, value, function, hooks)
         elif not callable(value) and not isinstance(value, property) and _is_class_variable(cls, name):
             near = difflib.get_close_matches(name, flags, n=1, cutoff=NEAR_FLAG)
             if near:
                 raise HookError(f"{cls.__name__}.{name} is not known. Did you mean {near[0]}?")
 
 
+def _check_values(cls: type) -> None:
+    """Refuse values that would be no fields: set in an `__init__`, or over an inherited field without its annotation."""
+    where = cls.__name__
+    if "__init__" in vars(cls) and "__dataclass_params__" not in vars(cls):
+        raise HookError(
+            f"{where}.__init__() cannot be written: what it sets would not be part of the experiment. Declare each value as a "
+            f"field, mu: float = fs.setting(0.1, 'what it is'), with {DECORATOR} above class {where}"
+        )
+    parents = [kind for kind in cls.__mro__[1:] if "__dataclass_params__" in vars(kind)]
+    fields = {field.name for kind in parents for field in dataclasses.fields(kind)}
+    for name in vars(cls):
+        if name in fields and name not in inspect.get_annotations(cls):
+            kind = _annotation(next(k for k in cls.__mro__[1:] if name in inspect.get_annotations(k)), name)
+            raise HookError(
+                f"{where}.{name} has no annotation, so that the inherited value would stay. Annotate it: "
+                f"{name}: {kind} = fs.setting({_value(vars(cls)[name])}, 'what it is'), with {DECORATOR}"
+            )
+    scores = vars(cls).get("scores", ("generic",))
+    if not isinstance(scores, tuple) or not scores or not set(scores) <= SCORES:
+        raise HookError(
+            f"{where}.scores = {scores!r}: it should be ('generic',), ('personal',) or ('personal', 'generic')"
+        )
+
+
 def check_decorated(cls: type, base: type) -> None:
-    """Refuse a class that declares fields without the decorator that makes them fields; mixins may annotate what they like."""
+    """Refuse a class that declares fields without the decorator that makes them fields, or a field that is no setting.
+
+    Mixins may annotate what they like.
+    """
     for kind in cls.__mro__:
         if "__dataclass_params__" in vars(kind) or not issubclass(kind, base):
             continue
@@ -63,26 +94,56 @@ def check_decorated(cls: type, base: type) -> None:
             raise HookError(
                 f"{kind.__name__} declares {fields} without a decorator. Write {DECORATOR} above class {kind.__name__}"
             )
+    for field in dataclasses.fields(cls):
+        if field.init and "help" not in field.metadata:
+            kind = next(k for k in cls.__mro__ if field.name in inspect.get_annotations(k))
+            value = "0.1" if field.default is dataclasses.MISSING else repr(field.default)
+            raise HookError(
+                f"{kind.__name__}.{field.name} is no setting, and would not be part of the experiment. Write "
+                f"{field.name}: {_annotation(kind, field.name)} = fs.setting({value}, 'what it is')"
+            )
 
 
-def _check_name(cls: type, name: str, function: FunctionType, hooks: Mapping[str, tuple[str, ...]]) -> None:
-    """Refuse a function whose name is nearly a hook's and that takes as many arguments."""
-    bare = {_bare(hook): hook for hook in hooks}
-    own = _bare(name)
-    near = [
-        other for other in difflib.get_close_matches(own, bare, n=1, cutoff=NEAR) if abs(len(other) - len(own)) <= 2
-    ]
-    near += [other for other in bare if sorted(other) == sorted(own)]  # letters in another order
-    if not near:
-        return
-    hook = bare[near[0]]
-    taken = tuple(inspect.signature(function).parameters)[1:]
-    if len(taken) == len(hooks[hook]):
-        right = f"{hook}({', '.join(hooks[hook])})"
-        raise HookError(
-            f"{cls.__name__}.{name}() is no hook, and nothing calls it. Did you mean {right}? "
-            f"A function of your own begins with an underscore: _{name}()"
-        )
+def _annotation(kind: type, name: str) -> str:
+    """Return a field's type as it is written."""
+    annotation = inspect.get_annotations(kind)[name]
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
+
+
+def _value(value: Any) -> str:
+    return repr(value.default if isinstance(value, dataclasses.Field) else value)
+
+
+def _check_name(cls: type, name: str, value: Any, function: FunctionType, hooks: Mapping[str, tuple[str, ...]]) -> None:
+    """Refuse a function whose name is clearly a hook's with a slip, and that takes as many arguments."""
+    taken = tuple(inspect.signature(function).parameters)[0 if isinstance(value, staticmethod) else 1 :]
+    for hook, wanted in hooks.items():
+        if len(taken) == len(wanted) and is_misspelt(name, hook):
+            right = f"{hook}({', '.join(wanted)})"
+            raise HookError(
+                f"{cls.__name__}.{name}() is no hook. Did you mean {right}? "
+                f"A function of your own begins with an underscore: _{name}()"
+            )
+
+
+def is_misspelt(name: str, hook: str) -> bool:
+    """Return whether a name is a hook's with one slip: another case, a letter left out, doubled or swapped with the next.
+
+    Names that are words of their own are not: a hook's name beside other words, another first letter, a plural's s.
+
+    >>> [is_misspelt(name, "loss") for name in ("losss", "Loss", "lsos", "los", "kd_loss", "loss2", "less")]
+    [True, True, True, True, False, False, False]
+    """
+    words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", name)]
+    own, right = name.replace("_", "").lower(), hook.replace("_", "")
+    if own == right:
+        return True
+    if len(right) <= SHORT or own[:1] != right[0] or (len(words) > 1 and right in words):
+        return False
+    shorter = {right[:i] + right[i + 1 :] for i in range(len(right)) if i < len(right) - 1 or right[i] != "s"}
+    doubled = {right[:i] + right[i] + right[i:] for i in range(len(right))}
+    swapped = {right[:i] + right[i + 1] + right[i] + right[i + 2 :] for i in range(len(right) - 1)}
+    return own in shorter | doubled | swapped
 
 
 def _check_signature(cls: type, name: str, value: Any, function: FunctionType, wanted: tuple[str, ...]) -> None:
@@ -98,18 +159,14 @@ def _check_signature(cls: type, name: str, value: Any, function: FunctionType, w
         raise HookError(
             f"{cls.__name__}.{name}({', '.join(names)}) cannot be called as a hook: {error}. {right}"
         ) from None
-    swapped = [n for place, n in enumerate(own) if n in wanted and wanted.index(n) != place]
+    places = [n for n in own if signature.parameters[n].kind in (inspect.Parameter.POSITIONAL_ONLY, POSITIONAL)]
+    swapped = [n for place, n in enumerate(places) if n in wanted and wanted.index(n) != place]
     if swapped:
         raise HookError(f"{cls.__name__}.{name}({', '.join(names)}) names {swapped[0]!r} in another place. {right}")
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise HookError(
             f"{cls.__name__}.{name}() is a coroutine or a generator. A hook is a plain function that returns its result"
         )
-
-
-def _bare(name: str) -> str:
-    """Return a name without case and underscores."""
-    return name.replace("_", "").lower()
 
 
 def _is_class_variable(cls: type, name: str) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import FrozenInstanceError, dataclass
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
@@ -29,8 +29,15 @@ from .tree import Params, Tree
 __all__ = ["Loss", "Method", "Phase", "Upload"]
 
 
+class Frozen:
+    """Refuses attributes, also of a class without a decorator, which a frozen dataclass does not do for its heirs."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise FrozenInstanceError(f"cannot assign to field {name!r}")
+
+
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class Method(Frozen):
     """What every method has. Derive from `FedAvg` (one step) and override what differs."""
 
     id: ClassVar[str] = ""  # its name on the command line and in TOML
@@ -74,7 +81,8 @@ class Method:
 
         `averages` and `noisy_mean` describe `merge`; `noisy_steps`, `wait_free` and `personal_passes` describe a client's round;
         `personal_gradients` describes `personal`, `closed_form` the objective. Overriding a hook, also by a mixin, clears what
-        describes it; restate it. A misspelt hook and a wrong signature are refused as well (`core.contract`).
+        describes it; restate it. A misspelt hook, a wrong signature and a value that is no field are refused as well
+        (`core.contract`).
         """
         contract.check_class(cls, Method)
         if _differs(cls, "averages", "merge"):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..core import objective as objectives
-from ..core.errors import InputError, Shown
+from ..core.errors import InputError, Shown, can_be_shown, printable
 from ..core.memory import require
 from ..core.objective import IGNORED, Objective, ObjectiveName
 from . import adopt
@@ -78,6 +78,12 @@ class Federation:
         None  # how samples were made of tables, or scaled by the clients' training samples
     )
     notes: tuple[str, ...] = ()  # what that did, in words
+
+    def __post_init__(self) -> None:
+        """Make names such as any terminal and page shows."""
+        for names in ("names", "labels"):
+            shown = tuple(n if can_be_shown(n) else printable(n) for n in map(str, getattr(self, names)))
+            object.__setattr__(self, names, shown)
 
     def __repr__(self) -> str:
         sizes = self.sizes("train")

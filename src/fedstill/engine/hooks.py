@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any, TypeVar
@@ -20,8 +21,11 @@ from ..nn.net import Net
 
 HOOKS = (
     "init_server", "init_client", "send", "begin", "phases", "fit", "loss", "step", "closed_form", "correct", "finish",
-    "merge", "personal", "generic",
+    "merge", "personal", "generic", "private",
 )  # fmt: skip
+SETS = (
+    "A method keeps nothing: state belongs in the memory, in local or at the server, as entries of the returned trees"
+)
 READS = "A hook must not read a tensor's value in Python: use torch.where or a mask, or engine='one'"
 CALLERS: dict[CodeType, str] = {}  # the engines' functions that do nothing but call one hook
 Frame = tuple[CodeType, int]
@@ -40,7 +44,7 @@ def calls(hook: str) -> Callable[[F], F]:
 
 def explanation(method: Method, task: Task, error: Exception, stacked: bool) -> Exception | None:
     """Return the error to raise instead; None where no hook took part, or where one raised an error of its own kind."""
-    if type(error).__module__.partition(".")[0] not in ("builtins", "torch"):
+    if type(error).__module__.partition(".")[0] not in ("builtins", "torch", "dataclasses"):
         return None
     frames = list(_frames(error.__traceback__))
     blamed = _blamed(method, task, frames)
@@ -54,6 +58,8 @@ def explanation(method: Method, task: Task, error: Exception, stacked: bool) -> 
     hook, place = blamed
     name = f"{type(error).__name__}: " if isinstance(error, LookupError | AttributeError | TypeError) else ""
     failure, remedy = f"{type(method).__name__}.{hook}{place} failed: {name}{first_line(error)}", _remedy(error, hook)
+    if remedy is SETS:
+        failure = f"{type(method).__name__}.{hook}{place} sets an attribute: {first_line(error)}"
     if remedy is READS:  # torch explains itself at length
         failure = f"{type(method).__name__}.{hook}{place} reads a tensor's value, by .item(), bool(), float() or a branch (if)"
     return TrainingError(f"{failure}. {remedy}".replace("\n", " "))
@@ -64,8 +70,15 @@ def reads_values(error: Exception) -> bool:
     return READS in str(error)
 
 
+def changes_arguments(error: Exception) -> bool:
+    """Return whether an explanation says that a hook changes something in place."""
+    return "in place" in str(error)
+
+
 def _remedy(error: Exception, hook: str) -> str:
     text = str(error).lower()
+    if isinstance(error, FrozenInstanceError):
+        return SETS
     if any(sign in text for sign in (".item()", "data-dependent", "tolist", "data pointer", ".numpy()")):
         return READS
     if "inplace" in text or "in-place" in text or "in place" in text:

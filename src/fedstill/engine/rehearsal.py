@@ -8,31 +8,45 @@ do not see it, and what hooks return is checked. Training itself pays nothing fo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..core import tree
 from ..core.batch import Batch
 from ..core.errors import HookError, InputError, TrainingError
 from ..core.method import Method, Phase, Upload
 from ..core.plan import JointPlan, Length
+from ..core.settings import values_of
 from ..core.task import Task
 from ..core.tree import Params, Tree, put
 from ..data.samples import Part, Samples, Splits
-from . import stackable
 from .bench import Bench, EngineName, Work
-from .hooks import reads_values
+from .calls import (
+    UNCHANGED,
+    Calls,
+    check_functions,
+    check_loss,
+    check_memory,
+    check_model,
+    check_private,
+    check_tree,
+    name_of,
+    named,
+    wrong,
+)
+from .hooks import changes_arguments
 from .one import run_phase
 from .stacked import Cohort
 from .stage import say
 from .step import check_begun, explained
 
-MOST = 16  # samples of a client
-TREE = "It should return a tree: a dictionary whose values are tensors or such dictionaries"
+MOST = 4  # samples of a client
+_rehearsed: weakref.WeakKeyDictionary[type, dict[Any, EngineName]] = weakref.WeakKeyDictionary()
+"""The engine that can train a method, of what has been rehearsed in this process: by its class, then by all else that counts."""
 
 
 def is_own(method: Method) -> bool:
@@ -40,38 +54,53 @@ def is_own(method: Method) -> bool:
     return type(method).__module__.partition(".")[0] != __name__.partition(".")[0]
 
 
-def rehearse(bench: Bench, engine: EngineName) -> EngineName:
-    """Call every hook once; return the engine that can train the method.
+def rehearse(bench: Bench, engine: EngineName, together: int = 2, asked: bool = True) -> EngineName:
+    """Call every hook once, as `engine` would; return the engine that can train the method. `merge` gets `together` uploads.
 
-    Raises `HookError` for a mistake. What can be trained one by one alone is said in a line with the engine `one`, and otherwise
-    an error if a hook reads a tensor's value.
+    Raises `HookError` for a mistake. What can be trained one by one alone is an error where the engine `stacked` was `asked` for,
+    and otherwise said in a line. The same method and model are rehearsed once in a process.
     """
     small = _small(bench)
     if small is None:
         return engine
+    known, key = _rehearsed.setdefault(type(bench.method), {}), (engine, together, asked, *_form(bench))
+    if key not in known:
+        known[key] = _rehearse(small, engine, together, asked)
+    return known[key]
+
+
+def _form(bench: Bench) -> tuple[Any, ...]:
+    """Return all that the outcome of a rehearsal depends on, but for the method's class."""
+    net, task = bench.net, bench.task
+    model = type(net.module), *((name, value.shape, value.dtype) for name, value in net.initial().items())
+    settings = task.objective, task.recipe, task.augment, task.split, task.clients, bench.plan.batch_size
+    return repr(values_of(bench.method)), model, repr(settings), str(net.device), task.private is None
+
+
+def _rehearse(small: Bench, engine: EngineName, together: int, asked: bool) -> EngineName:
     try:
-        round = _one_by_one(small)
-        if bench.task.private is not None or stackable.refusal(small) is not None:
+        round = _one_by_one(small, together)
+        if engine == "one" or small.task.private is not None:
             return engine
-        with explained(bench.method, small.task, stacked=True):
+        with explained(small.method, small.task, stacked=True):
             _stacked(small, round)
     except (MemoryError, torch.cuda.OutOfMemoryError):  # training itself may fit
         return engine
     except HookError:
         raise
     except (TrainingError, InputError) as error:
-        if isinstance(error, InputError) and (error.field != "engine" or engine == "stacked"):
+        if isinstance(error, InputError) and (asked or error.field != "engine"):
             raise
-        if engine == "stacked" or (engine == "auto" and reads_values(error)):
+        if asked or changes_arguments(error):
             raise HookError(str(error)) from error
         say(f"clients can be trained one by one only: {error}")
         return "one"
     return engine
 
 
-def _one_by_one(bench: Bench) -> Round:
+def _one_by_one(bench: Bench, together: int) -> Round:
     try:
-        return _alone(bench)
+        return _alone(bench, together)
     except TrainingError as error:
         raise HookError(str(error)) from error
 
@@ -104,22 +133,26 @@ class Round:
 
 
 # ---- one by one ----------------------------------------------------------------------------------------------------------
-def _alone(bench: Bench) -> Round:
+def _alone(bench: Bench, together: int) -> Round:
     """Carry out two rounds, the first with one of the clients; return what the second began with."""
     method, task, calls = bench.method, dataclasses.replace(bench.task, round=1), Calls(bench.method)
     clients = range(len(bench.data.train.sizes))
     with explained(method, task, stacked=False):
         phases = method.phases(task)
         if not isinstance(phases, tuple | list) or not all(isinstance(phase, Phase) for phase in phases):
-            raise _wrong(method, "phases", phases, "It should return a tuple of fedstill.Phase")
+            raise wrong(method, "phases", phases, "It should return a tuple of fedstill.Phase")
+        for number, phase in enumerate(phases, start=1):
+            check_functions(method, number, phase)
         initial = bench.net.initial()
+        check_private(bench, method.private(task), initial)
         server = calls.tree("init_server", lambda: method.init_server(task, initial), params=initial)
         memories = [
             calls.tree("init_client", lambda: method.init_client(task, initial), params=initial) for _ in clients
         ]
         down = _send(calls, task, server, 0)
         up, memories[0] = _client(bench, calls, 1, 0, 0, down, memories[0])
-        server = _merged(calls, task, server, [Upload(up, float(bench.data.train.sizes[0]), 0, down)])
+        uploads = [Upload(up, float(bench.data.train.sizes[0]), 0, down)]
+        server = _merged(calls, task, server, uploads, together)
         task = dataclasses.replace(task, round=2)
         second = Round([_send(calls, task, server, k) for k in clients], memories, [1, 0][: len(clients)])
         uploads = []
@@ -127,9 +160,9 @@ def _alone(bench: Bench) -> Round:
             up, after = _client(bench, calls, 2, k, last, down, memory)
             uploads.append(Upload(up, float(bench.data.train.sizes[k]), k, down))
             _score(bench, calls, k, down, after, initial)
-        server = _merged(calls, task, server, uploads)
+        server = _merged(calls, task, server, uploads, together)
         generic = calls.tree("generic", lambda: method.generic(task, server), server=server)
-        _check_model(method, "generic", generic, initial)
+        check_model(method, "generic", generic, initial)
     return second
 
 
@@ -137,9 +170,17 @@ def _send(calls: Calls, task: Task, server: Tree, client: int) -> Tree:
     return calls.tree("send", lambda: calls.method.send(task, server, client), server=server)
 
 
-def _merged(calls: Calls, task: Task, server: Tree, uploads: list[Upload]) -> Tree:
-    sent = {f"upload {upload.client}": upload.tree for upload in uploads}
-    return calls.tree("merge", lambda: calls.method.merge(task, server, uploads), server=server, **sent)
+def _merged(calls: Calls, task: Task, server: Tree, uploads: list[Upload], together: int) -> Tree:
+    """Merge as many uploads as a round has: these, and copies of them from other clients."""
+    sent = {f"uploads[{k}].tree": upload.tree for k, upload in enumerate(uploads)}
+    sent |= {f"uploads[{k}].down": upload.down for k, upload in enumerate(uploads)}
+    count, more = len(uploads), range(len(uploads), min(together, task.clients))
+    given = uploads + [dataclasses.replace(uploads[k % count], client=k) for k in more]
+    before = tuple(given)
+    after = calls.tree("merge", lambda: calls.method.merge(task, server, given), server=server, **sent)
+    if len(given) != len(before) or any(a is not b for a, b in zip(given, before, strict=True)):
+        raise TrainingError(f"{name_of(calls.method, 'merge')} changed its argument uploads in place. {UNCHANGED}")
+    return after
 
 
 def _score(bench: Bench, calls: Calls, client: int, down: Tree, memory: Tree, initial: Params) -> None:
@@ -147,7 +188,7 @@ def _score(bench: Bench, calls: Calls, client: int, down: Tree, memory: Tree, in
     method, home = calls.method, bench.home(2, client, 2)
     with torch.no_grad():
         model = calls.tree("personal", lambda: method.personal(home, down, memory), down=down, memory=memory)
-    _check_model(method, "personal", model, initial)
+    check_model(method, "personal", model, initial)
 
 
 def _client(
@@ -163,38 +204,47 @@ def _client(
     total = torch.zeros((), dtype=bench.net.dtype, device=task.here().y.device)
     for number, phase, _ in parts:
         with torch.enable_grad():
-            _try_loss(bench, calls, task, phase, local, _batch(bench, round, client))
+            _try_phase(bench, calls, task, phase, local, _batch(bench, round, client))
             steps = _length(phase).of(size, bench.plan.batch_size)
             local, _ = run_phase(bench, task, round, client, local, phase, steps, total, None, number)
     with torch.no_grad():
         ended = calls("finish", lambda: method.finish(task, down, memory, local), down=down, memory=memory, local=local)
     if not isinstance(ended, tuple | list) or len(ended) != 2:
-        raise _wrong(method, "finish", ended, "It should return two trees, (upload, memory)")
-    up, kept = (_check_tree(method, "finish", value) for value in ended)
-    _check_memory(method, memory, kept)
+        raise wrong(method, "finish", ended, "It should return two trees, (upload, memory)")
+    up, kept = (check_tree(method, "finish", value) for value in ended)
+    check_memory(method, memory, kept)
     return up, kept
 
 
-def _try_loss(bench: Bench, calls: Calls, task: Task, phase: Phase, local: Tree, batch: Batch) -> None:
-    """Call a phase's loss, or the method's own step, by itself."""
+def _try_phase(bench: Bench, calls: Calls, task: Task, phase: Phase, local: Tree, batch: Batch) -> None:
+    """Call a phase's functions and `correct`, or the method's own step, by themselves."""
     method = calls.method
     if method.step is not None:
         step = method.step
         ended = calls("step", lambda: step(task, local, batch), local=local)
         if not isinstance(ended, tuple | list) or len(ended) != 2:
-            raise _wrong(method, "step", ended, "It should return (local, loss)")
-        _check_loss(method, "step", ended[1], "It should return (local, loss), the loss one number")
+            raise wrong(method, "step", ended, "It should return (local, loss)")
+        check_loss(method, "step", ended[1], "It should return (local, loss), the loss one number")
         return
     loss = phase.loss or method.loss
     if phase.enter is not None:
         enter = phase.enter
         with torch.no_grad():
             local = calls.tree("enter", lambda: enter(task, local), local=local)
-    name = "loss" if phase.loss is None else getattr(phase.loss, "__name__", "loss")
+    name = "loss" if phase.loss is None else named(phase.loss, "loss")
     model = tree.clone(local[phase.model])
     fixed = {entry: value for entry, value in model.items() if entry not in bench.net.buffers}  # which training changes
     value = calls(name, lambda: loss(task, model, local, batch), params=fixed, local=local)
-    _check_loss(method, name, value, "It should return one number, a function of params")
+    check_loss(method, name, value, "It should return one number, a function of params")
+    with torch.no_grad():
+        weights = {entry: model[entry] for entry in bench.moving(phase)[0] if entry in model}
+        if weights and type(method).correct is not Method.correct:
+            grads = tree.clone(weights)  # any numbers will do, and these cost no pass
+            calls("correct", lambda: method.correct(task, local, grads), local=local, grads=grads)
+        if phase.after_epoch is not None:
+            smooth, before, after = phase.after_epoch, tree.clone(model), tree.clone(model)
+            name = named(smooth, "after_epoch")
+            calls.tree(name, lambda: smooth(task, before, after), before=before, after=after)
 
 
 def _batch(bench: Bench, round: int, client: int) -> Batch:
@@ -223,103 +273,3 @@ def _stacked(bench: Bench, round: Round) -> None:
                 local = cohort.enter(number, local)
             local = cohort.run(number, phase, _length(phase), local)
         cohort.finish(local)
-
-
-# ---- what hooks change and return ----------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Calls:
-    """Calls hooks and compares their arguments before and after."""
-
-    method: Method
-
-    def __call__(self, hook: str, call: Callable[[], Any], **arguments: Tree) -> Any:
-        """Return what a hook returns; refuse one that changes an argument."""
-        before = {name: tree.flatten(tree.clone(argument)) for name, argument in arguments.items()}
-        value = call()
-        for name, argument in arguments.items():
-            now = tree.flatten(argument)
-            changed = [leaf for leaf, old in before[name].items() if leaf not in now or not _same(old, now[leaf])]
-            changed += [leaf for leaf in now if leaf not in before[name]]
-            if changed:
-                where = name + "".join(f"[{key!r}]" for key in changed[0].split(tree.SEPARATOR))
-                right = (
-                    "A hook must return new tensors (x = x + y, not x += y) and new dictionaries ({**tree, name: x})"
-                )
-                raise TrainingError(f"{_name(self.method, hook)} changed its argument {where} in place. {right}")
-        return value
-
-    def tree(self, hook: str, call: Callable[[], Any], **arguments: Tree) -> Tree:
-        """Return the tree that a hook returns."""
-        return _check_tree(self.method, hook, self(hook, call, **arguments))
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-def _check_tree(method: Method, hook: str, value: Any) -> Tree:
-    """Refuse what is no tree of tensors."""
-    if not isinstance(value, dict):
-        raise _wrong(method, hook, value, TREE)
-    for name, entry in value.items():
-        if not isinstance(name, str):
-            raise _wrong(method, hook, name, f"{TREE}, by name")
-        if isinstance(entry, dict):
-            _check_tree(method, hook, entry)
-        elif not isinstance(entry, Tensor):
-            raise _wrong(method, hook, entry, TREE, f" as {name!r}")
-    return value
-
-
-def _check_loss(method: Method, hook: str, value: Any, right: str) -> None:
-    if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
-        raise _wrong(method, hook, value, right)
-
-
-def _check_model(method: Method, hook: str, model: Tree, initial: Params) -> None:
-    """Refuse a model whose entries are not those of the model that is trained."""
-    for name, entry in initial.items():
-        if name not in model:
-            raise TrainingError(
-                f"{_name(method, hook)} returned no {name!r}. It should return every entry of the model"
-            )
-        if not isinstance(model[name], Tensor) or model[name].shape != entry.shape:
-            raise _wrong(method, hook, model[name], f"It should be of the shape {_shape(entry)}", f" as {name!r}")
-    others = [name for name in model if name not in initial]
-    if others:
-        raise TrainingError(f"{_name(method, hook)} returned {others[0]!r}. It should return the model's entries alone")
-
-
-def _check_memory(method: Method, before: Tree, after: Tree) -> None:
-    """Refuse a memory with other names, shapes or types than it had."""
-    old, new = tree.flatten(before), tree.flatten(after)
-    right = (
-        "A memory has one form for every client and round: init_client returns it with zeros where nothing is known yet"
-    )
-    for name in [*old, *new]:
-        entry = name.replace(tree.SEPARATOR, "/")
-        if name not in new or name not in old:
-            what = "leaves out" if name in old else "adds"
-            raise TrainingError(f"{_name(method, 'finish')} {what} {entry!r} of the memory. {right}")
-        rows = 1 if name.split(tree.SEPARATOR)[0] in method.per_sample else 0
-        a, b = old[name], new[name]
-        if a.shape[rows:] != b.shape[rows:] or a.ndim != b.ndim or a.dtype != b.dtype:
-            what = f"gives the memory's {entry!r} as {_shape(b)} {b.dtype}, which was {_shape(a)} {a.dtype}"
-            raise TrainingError(f"{_name(method, 'finish')} {what}. {right}")
-
-
-def _wrong(method: Method, hook: str, value: Any, right: str, where: str = "") -> TrainingError:
-    shown = f"a tensor of shape {_shape(value)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    if isinstance(value, tuple | list):
-        shown += f" of {len(value)}"
-    elif isinstance(value, dict):
-        shown = f"one tree ({', '.join(map(str, value)) or 'empty'})"
-    return TrainingError(f"{_name(method, hook)} returned {shown}{where}. {right}")
-
-
-def _shape(value: Tensor) -> str:
-    return "×".join(map(str, value.shape)) or "one number"
-
-
-def _name(method: Method, hook: str) -> str:
-    return f"{type(method).__name__}.{hook}()"

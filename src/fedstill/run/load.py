@@ -242,8 +242,9 @@ class Held:
             known = tuple(name for name in training.metrics if name in METRICS)  # not code of somebody's own
             training = dataclasses.replace(training, metrics=known, score_metric="")
             simulation = prepare(
-                self.experiment.method, self._module(), self.federation, self.experiment.head or None, training
-            )
+                self.experiment.method, self._module(), self.federation, self.experiment.head or None, training,
+                rehearse=False,
+            )  # fmt: skip
             self._take_constants(simulation)
         survey = self.journal.survey(pick_device(self.device))
         if not survey.whole:

@@ -146,10 +146,12 @@ def prepare(
     *,
     average: Average | None = None,
     functions: Mapping[str, Function] | None = None,
+    rehearse: bool = True,
 ) -> Simulation:
     """Check everything and make it ready; raises `InputError` before any work. `functions` are metrics of one's own, by name.
 
-    `average` stands for the server's mean in every method's `merge`; None: what the settings say.
+    `average` stands for the server's mean in every method's `merge`; None: what the settings say. Without `rehearse` a method of
+    one's own is not tried, because it has trained before.
     """
     device, dtype = pick_device(training.device), getattr(torch, training.dtype)
     if isinstance(federation, Federation) and federation.preparation is not None:
@@ -230,10 +232,10 @@ def prepare(
             training.profile, len(federation), training.seed, training.availability, training.drop
         )
     trainer = _trainer(bench, training, training.engine, together)
-    if rehearsal.is_own(method):
+    if rehearse and rehearsal.is_own(method):
         with threads(trainer.training_threads):
-            engine = rehearsal.rehearse(bench, training.engine)
-        if engine != training.engine:
+            engine = rehearsal.rehearse(bench, trainer.name, together, asked=training.engine == "stacked")
+        if engine != trainer.name:
             trainer = _trainer(bench, training, engine, together)
     samples = scores.Samples.of(federation)
     return Simulation(

@@ -235,7 +235,7 @@ def _hooks(problem: Problem, method: Method) -> str:
             if error.field == "engine" and engine == "stacked":
                 continue  # the model cannot be stacked
             raise
-        rehearse(ready.trainer.bench, "stacked")
+        rehearse(ready.trainer.bench, ready.trainer.name, ready.trainer.together)
         break
     return "every hook was called, alone and, where the model allows it, stacked"
 
@@ -293,11 +293,13 @@ def _check_arguments(
             raise InputError("neutral", name, f"a field of {type(method).__name__}: {nearest(name, known)}")
     if of not in ("both", "generic", "personal"):
         raise InputError("of", of, "'both', 'generic' or 'personal'")
-    fixed = [name for name in ("engine", "cohort") if name in settings]
-    if fixed:
-        raise InputError(
-            fixed[0], settings[fixed[0]], "left out: the laws try every engine and cohorts of several sizes"
-        )
+    fixed = {
+        "engine": "the laws try every engine",
+        "cohort": "the laws try cohorts of several sizes",
+        "dtype": "the laws compare in float64, to rounding",
+    }
+    for name in fixed.keys() & settings.keys():
+        raise InputError(name, settings[name], f"left out: {fixed[name]}")
     fields.build(Training, {**problems.SETTINGS, **settings})
     if "device" in settings:
         prepare.pick_device(str(settings["device"]))

@@ -21,7 +21,7 @@ from ..core import tree
 from ..core.errors import printable, shorten
 from ..core.method import Method, Upload
 from ..core.settings import values_of
-from ..core.tree import Tree
+from ..core.tree import Params, Tree
 from ..data import Federation
 from ..edge.edge import Edge
 from ..run.result import Run
@@ -32,8 +32,8 @@ from .leaks import leaks
 from .problems import SETTINGS, distance, farthest, identical, needed, states
 from .spy import Spy
 
-ROUNDING = 1e-10  # in float64, over a few rounds
-STILL = 1e-8  # less than a model moves by that is trained
+ROUNDING = 1e-10  # in float64, over a few rounds; of the largest number where that is above 1
+STILL = 1e-8  # less than a parameter moves by that is trained
 WIRED = functools.partial(LocalTransport, through_wire=True)  # a transport whose messages become bytes and back
 
 STACKED = "stacked equals one at a time"
@@ -78,15 +78,30 @@ def name_of(method: Method) -> str:
 
 # ---- the laws ------------------------------------------------------------------------------------------------------------
 def stacked_equals_one(problem: Problem, method: Method, within: float = ROUNDING, moves: float = STILL) -> str:
-    """Check that a stack of clients gives what clients give one by one; some entry must move by more than `moves`."""
+    """Check that a stack of clients gives what clients give one by one.
+
+    Some parameter must move by more than `moves`, without weight decay, and so by the loss.
+    """
     one, stacked = (problem.run(method, engine=engine) for engine in ("one", "stacked"))
     gap = _close(STACKED, method, one, stacked, within, "between the engines")
     _same_records(STACKED, method, one, stacked, within)
-    first = one.task.net.export(one.task.net.initial())
-    moved = max(distance({"": state}, {"": first}) for state in states(one).values())
-    if moved <= moves:
-        raise Broken(STACKED, method, f"no model has moved by more than {moves:g}: nothing was trained")
+    if moves and _moved(problem, method, one) <= moves:
+        raise Broken(STACKED, method, f"no parameter has moved by more than {moves:g}: nothing was trained")
     return f"largest difference {gap:.0e}"
+
+
+def _moved(problem: Problem, method: Method, run: Run) -> float:
+    """Return by how much some parameter moves by the loss alone, without weight decay; `run` is the problem's own run.
+
+    BatchNorm's statistics move in any case.
+    """
+    if run.task.weight_decay:
+        run = problem.run(method, engine="one", weight_decay=0.0)
+    net = run.task.net
+    first, still = net.export(net.initial()), set(net.buffers)
+    trained = [name for name in first if name not in still]
+    models = ({name: state[name] for name in trained} for state in states(run).values())
+    return max(distance({"": model}, {"": {name: first[name] for name in trained}}) for model in models)
 
 
 def wire_changes_nothing(problem: Problem, method: Method) -> str:
@@ -118,6 +133,9 @@ def given_away(problem: Problem, method: Method, engine: str) -> list[list[str]]
     spy = Spy()
     result = problem.run(method, spy.transport, engine=engine, participation=1.0)
     task, initial = result.task, result.task.net.export(result.task.net.initial())
+    unknown = sorted(method.private(task) - {*initial, *task.net.initial()})
+    if unknown:  # nothing would be looked for
+        raise Broken(PRIVATE, method, f"private() names {unknown[0]!r}, which is no entry of the model")
     memories: dict[int, Tree] = {}
     findings = []
     for reply, after in (seen for seen in spy if seen[0].kind == "train"):
@@ -230,7 +248,7 @@ def uploads_in_any_order(problem: Problem, method: Method, within: float = ROUND
     ]
     gaps = [farthest(ends[0], other) for other in ends[1:]]
     gap, where = max(gaps, key=lambda gap: gap[0])
-    if not gap <= within:
+    if not gap <= within * _size(ends[0]):
         raise Broken(
             ORDER, method, f"merge() gives another {where} where uploads come in another order: {gap:.1e} away"
         )
@@ -239,10 +257,17 @@ def uploads_in_any_order(problem: Problem, method: Method, within: float = ROUND
 
 # ---- comparisons ---------------------------------------------------------------------------------------------------------
 def _close(law: str, method: Method, a: Run, b: Run, within: float, when: str) -> float:
-    gap, where = farthest(states(a), states(b))
-    if not gap < within:
+    ours, theirs = states(a), states(b)
+    gap, where = farthest(ours, theirs)
+    if not gap < within * _size(ours):
         raise Broken(law, method, f"{where} differs by {gap:.1e} {when}")
     return gap
+
+
+def _size(models: Mapping[str, Params]) -> float:
+    """Return the largest number in some models, 1 at least: rounding grows with it."""
+    leaves = (value for model in models.values() for value in model.values() if value.numel())
+    return max(1.0, *(float(value.double().abs().max()) for value in leaves))
 
 
 def _equal(law: str, method: Method, a: Run, b: Run, when: str) -> None:
@@ -257,11 +282,15 @@ def _same_records(law: str, method: Method, one: Run, other: Run, within: float)
     if len(one.history) != len(other.history):
         raise Broken(law, method, f"{len(one.history)} and {len(other.history)} rounds were run")
     for a, b in zip(one.history, other.history, strict=True):
-        if not abs(a["loss"] - b["loss"]) <= within:
+        if not _near(a["loss"], b["loss"], within):
             raise Broken(law, method, f"the loss of round {a['round']} is {a['loss']:.12g} and {b['loss']:.12g}")
         ours, theirs = (record.get("personal_clients", {}) for record in (a, b))
-        if ours.keys() != theirs.keys() or any(not abs(ours[k] - theirs[k]) <= within for k in ours):
+        if ours.keys() != theirs.keys() or any(not _near(ours[k], theirs[k], within) for k in ours):
             raise Broken(law, method, f"the clients' scores of round {a['round']} differ")
+
+
+def _near(a: float, b: float, within: float) -> bool:
+    return abs(a - b) <= within * max(1.0, abs(a))
 
 
 def _apart(method: Method, a: Tree, b: Tree, mine: str, theirs: str, engine: str) -> None:
