@@ -34,9 +34,9 @@ PARENT = os.getpid()
 class Struck(fs.SCAFFOLD):
     """Does something to its own worker at the client with ten samples (client 3), `times` times, after its training."""
 
-    folder: str = ""
-    times: int = 1
-    pace: float = 0.0  # seconds that other clients take
+    folder: str = fs.setting("", "where it leaves a file each time")
+    times: int = fs.setting(1, "how often")
+    pace: float = fs.setting(0.0, "seconds that other clients take")
 
     def finish(self, task, down, memory, local):
         time.sleep(0 if len(task.here().y) == 10 else self.pace)

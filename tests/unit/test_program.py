@@ -216,7 +216,7 @@ def test_a_loss_that_asks_for_the_round_goes_step_by_step(traced, capsys) -> Non
 class Phased(fs.FedAvg):
     """Phases that go by the round: with a loss made for it, with one of two of the method's own, or so many epochs."""
 
-    how: str = "made"
+    how: str = fs.setting("made", "made, epochs or own")
 
     def phases(self, task: Task) -> tuple[Phase, ...]:
         if self.how == "made":
