@@ -91,17 +91,31 @@ def stacked_equals_one(problem: Problem, method: Method, within: float = ROUNDIN
 
 
 def _moved(problem: Problem, method: Method, run: Run) -> float:
-    """Return by how much some parameter moves by the loss alone, without weight decay; `run` is the problem's own run.
+    """Return by how much some parameter moves by the loss alone; `run` is the problem's own run.
 
-    BatchNorm's statistics move in any case.
+    Weight decay moves parameters in any case (and BatchNorm's statistics, which do not count): where it may have made all of the
+    way, the problem is run again without it.
     """
-    if run.task.weight_decay:
-        run = problem.run(method, engine="one", weight_decay=0.0)
+    task, moved = run.task, _way(run)
+    if task.weight_decay:
+        steps, largest = sum(record["steps"] for record in run.history), max(map(_largest, states(run).values()))
+        if moved <= 2 * steps * task.lr * task.weight_decay * largest / max(1e-3, 1 - task.momentum):
+            return _way(problem.run(method, engine="one", weight_decay=0.0))
+    return moved
+
+
+def _way(run: Run) -> float:
+    """Return how far some parameter is from where it began."""
     net = run.task.net
     first, still = net.export(net.initial()), set(net.buffers)
     trained = [name for name in first if name not in still]
     models = ({name: state[name] for name in trained} for state in states(run).values())
     return max(distance({"": model}, {"": {name: first[name] for name in trained}}) for model in models)
+
+
+def _largest(state: Params) -> float:
+    """Return the largest number of a model."""
+    return max((value.abs().max().item() for value in state.values() if value.numel()), default=0.0)
 
 
 def wire_changes_nothing(problem: Problem, method: Method) -> str:
